@@ -1,0 +1,1 @@
+"""What is not distributed: nothing in this package imports `torch.distributed`."""
