@@ -21,7 +21,10 @@
 import contextlib
 import ctypes
 import dataclasses
+import math
 import os
+import signal
+import shutil
 import signal
 import sys
 import threading
@@ -41,7 +44,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from common import checkpoint, data, models, plots, sample
-from common.config import PRESETS, Batch, Config, batch_of, changed_flags, learning_rate, parse, recipe_of, with_recipe
+from common.config import PRESETS, Batch, Config, batch_of, changed_flags, learning_rate, parse, with_recipe
 from common.data import Position
 from common.encode import Encoded, Encoder
 from common.errors import UsageError
@@ -49,6 +52,7 @@ from common.loss import NoiseSchedule
 from common.meters import Progress, Rows, read_rows
 from common.optim import EMA, LossScale, apply_step, build_optimizer, clip_factor, optimizer_tensors
 from common.plan import describe
+from common.words import printable
 
 # ── init ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Everything down to `agree` is the same text in the three scripts; a test compares them.
@@ -210,7 +214,7 @@ def fail(world: World, error: BaseException) -> NoReturn:
 def agree(world: World, mine: torch.Tensor) -> torch.Tensor:
     """What every rank has to say at the end of a step, [K] float64 -> [N, K], on the device and without waiting for it."""
     everyone = mine.new_empty(world.world_size, len(mine))
-    dist.all_gather_into_tensor(everyone, mine)  # comm: all-gather, 56 B from each rank, every step
+    dist.all_gather(list(everyone), mine)  # comm: all-gather, 56 B from each rank, every step
     return everyone
 
 
@@ -255,16 +259,16 @@ class Run:
     ema: EMA | None
     schedule: NoiseSchedule
     encode: Encoder
+    count: int  # samples in an epoch
+    log_rows: Rows | None
     position: Position = Position()
+    clock: float = 0.0  # when the last settled step ended
     done: int = 0  # steps that were not skipped: what the learning rate and the EMA count
     samples: int = 0
     skipped_in_a_row: int = 0
     pending: "Outcome | None" = None
+    stopping: bool = False  # some rank was told to stop; all ranks know it from the same tally
     named: set[str] = field(default_factory=set)  # unreadable pictures that were named already
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.unet.named_parameters())
 
     def autocast(self) -> torch.autocast:
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
@@ -352,3 +356,363 @@ def train_step(run: Run, batches) -> dict | None:
     run.loss_scale.update(found_inf)
     run.position = data.advance(run.position, run.count, batch_plan.global_batch)
     return row
+
+
+def to_host(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Start the copy to the host; the event says when it has arrived."""
+    if numbers.device.type == "cpu":
+        return numbers, None
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
+
+
+def settle(run: Run) -> dict | None:
+    """Read what became of the pending step and act on it, the same on every rank: EMA, counters, joint decisions.
+
+    Its weights are still those after that step, so the EMA comes out as if it had been updated at once.
+    """
+    outcome, run.pending = run.pending, None
+    if outcome is None:
+        return None
+    if outcome.ready is not None:
+        outcome.ready.synchronize()
+    *tallies, norm, scale = outcome.numbers.tolist()
+    ranks = torch.tensor(tallies).view(-1, 7)
+    tally, worst = ranks.sum(0).tolist(), ranks.max(0).values.tolist()
+    if tally[OVERFLOWED]:
+        stop_for_overflow(outcome, mine=bool(ranks[run.world.rank, OVERFLOWED]))
+    if tally[UNREADABLE]:
+        name_unreadable(run, outcome.problems)
+    skipped = not math.isfinite(norm)
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if skipped else 0
+    if run.skipped_in_a_row == 50:
+        raise ArithmeticError("50 steps in a row had a non-finite gradient; a lower --lr or --precision bf16 may help")
+    if not skipped:
+        run.done += 1
+        if run.ema is not None:
+            run.ema.update()
+    if tally[STOP]:
+        run.stopping = True
+        run.world.stop.set()
+    run.samples += int(tally[SAMPLES])
+    seconds, run.clock = outcome.wall - run.clock, outcome.wall
+    return {
+        "step": outcome.step,
+        "loss": tally[LOSS] / tally[SAMPLES] if tally[SAMPLES] else math.nan,
+        "grad_norm": norm,
+        "lr": outcome.lr,
+        "samples": run.samples,
+        "epoch": outcome.epoch,
+        "samples_per_s": tally[SAMPLES] / seconds,
+        "step_s": seconds,
+        "data_s": worst[DATA_S],
+        "max_mem_gib": worst[MEMORY] / 2**30,
+        "skipped": skipped,
+        "loss_scale": scale,
+    }
+
+
+def stop_for_overflow(outcome: Outcome, mine: bool) -> NoReturn:
+    """A picture whose latents are not finite ends the run; the rank that has it says its name."""
+    if not mine:
+        raise Elsewhere
+    names = [n for ns, finite in outcome.suspects for n, ok in zip(ns, finite.tolist(), strict=True) if not ok]
+    raise ArithmeticError(f"the VAE's latents of {', '.join(names)} are not finite: the picture or the VAE's weights are broken")
+
+
+def name_unreadable(run: Run, problems: dict[str, str]) -> None:
+    """Say each unreadable picture once, on rank 0. All ranks come here in the same step: the tally told them."""
+    found: list[dict[str, str]] = [{}] * run.world.world_size
+    dist.all_gather_object(found, problems)  # comm: all-gather of names, only when a rank met new unreadable pictures
+    for name, problem in sorted({n: p for each in found for n, p in each.items() if n not in run.named}.items()):
+        run.named.add(name)
+        if run.world.rank == 0:
+            print(f"warning: left out {printable(name)}: {problem} ({len(run.named)} unreadable so far)", file=sys.stderr, flush=True)
+
+
+def warm_up(run: Run, samples: data.Samples) -> None:
+    """Two forward and backward passes that teach nothing, before anything counts.
+
+    DDP arranges its buckets anew after its first backward, by the order in which gradients came. A resumed run would
+    start with the first arrangement again and sum gradients of three or more ranks in another order; now every counted
+    step, of every run, has the second. It is also where kernels are compiled and chosen.
+    """
+    blank = data.collate([samples[0, data.EMPTY]] * run.batch.micro_batch)
+    encoded = run.encode(blank)
+    for _ in range(2):
+        loss = per_sample_loss(run, blank, encoded, run.ddp).sum() * 0
+        loss.backward()  # comm: all-reduce, 4 P bytes, twice at the start
+        run.optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def held_out_loss(run: Run, samples: data.Samples) -> float:
+    """Mean over fixed pictures, timesteps and noise, unweighted; the pictures are dealt to the ranks like cards."""
+    run.unet.eval()
+    total, count = (torch.zeros((), dtype=torch.float64, device=run.world.device) for _ in range(2))
+    cards = [(k // len(samples), k % len(samples)) for k in range(len(samples.timesteps))][run.world.rank :: run.world.world_size]
+    for start in range(0, len(cards), run.batch.micro_batch):
+        batch = data.collate([samples[card] for card in cards[start : start + run.batch.micro_batch]])
+        total += per_sample_loss(run, batch, run.encode(batch), run.unet).sum()
+        count += float(batch["weight"].sum())
+    run.unet.train()
+    return global_mean(total, count)
+
+
+def sample_grid(run: Run, pipe, prompts: list[str], out: Path) -> None:
+    """Every rank draws its share of the prompts, with the averaged weights if there are any; rank 0 pastes the sheet."""
+    world, config = run.world, run.config
+    mine = list(range(len(prompts)))[world.rank :: world.world_size]
+    run.unet.eval()
+    with run.ema.swapped_in() if run.ema else contextlib.nullcontext(), run.autocast():
+        guidance = PRESETS[config.preset].guidance if config.model is None else 7.5
+        pictures = list(sample.draw(pipe, prompts, mine, config.seed, guidance, config.resolution))
+    run.unet.train()
+    gathered = [None] * world.world_size if world.rank == 0 else None
+    dist.gather_object(dict(zip(mine, pictures, strict=True)), gathered)  # comm: gather of pictures, to rank 0
+    if world.rank == 0:
+        drawn = {i: picture for part in gathered for i, picture in part.items()}
+        plots.grid([drawn[i] for i in range(len(prompts))], prompts, out / f"samples-{run.position.step}.png")
+
+
+# ── save / load ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensors_of(run: Run) -> dict[str, torch.Tensor]:
+    """Everything that is saved as tensors, by names that all three scripts share; live, so that loading fills them."""
+    named = dict(run.unet.named_parameters())
+    tensors = {f"unet.{n}": p.detach() for n, p in named.items()}
+    tensors |= optimizer_tensors(run.optimizer, named.items())
+    if run.ema is not None:
+        tensors |= {f"ema.{n}": t for n, t in run.ema.average.items()}
+    return tensors
+
+
+def save(run: Run, out: Path) -> None:
+    """checkpoint-N: each rank writes its part under another name, rank 0 seals and renames when all are done."""
+    step, aside = run.position.step, checkpoint.partial_of(out, run.position.step)
+    if run.world.rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+    dcp.save(tensors_of(run), checkpoint_id=aside)  # comm: gather of plans and results; the tensors go to disk
+    if run.world.rank == 0:
+        checkpoint.seal(aside, {
+            "step": step, "done": run.done, "samples": run.samples, "position": dataclasses.asdict(run.position),
+            "ema_updates": run.ema.updates if run.ema else None,
+            "loss_scale": {k: v.item() for k, v in run.loss_scale.state_dict().items()},
+            "count": run.count, "global_batch": run.batch.global_batch, "config": dataclasses.asdict(run.config),
+        })  # fmt: skip
+        shutil.rmtree(checkpoint.path_of(out, step), ignore_errors=True)  # a damaged one of the same step
+        aside.rename(checkpoint.path_of(out, step))
+        checkpoint.prune(out, run.config.keep)
+    dist.barrier()  # comm: barrier, so that no rank dies or resumes between the write and the rename
+
+
+def load(run: Run, folder: Path, state: dict) -> None:
+    """Restore a checkpoint of any script and any number of ranks."""
+    tensors = tensors_of(run)
+    if state["ema_updates"] is None:
+        tensors = {n: t for n, t in tensors.items() if not n.startswith("ema.")}
+    dcp.load(tensors, checkpoint_id=folder)  # comm: gather of plans; the tensors come from disk
+    run.done, run.samples, run.position = state["done"], state["samples"], Position(**state["position"])
+    run.loss_scale.load_state_dict(state["loss_scale"])
+    if run.ema is not None:
+        run.ema.updates = state["ema_updates"] or 0
+        if state["ema_updates"] is None:  # --ema is new: the average begins with the weights as they are
+            run.ema.restart()
+
+
+def export(run: Run, spec: models.ModelSpec, out: Path) -> None:
+    """pipeline/: rank 0 holds the whole model anyway, so nobody else is asked, and nobody waits."""
+    if run.world.rank:
+        return
+    weights = {n: p.detach().cpu() for n, p in run.unet.named_parameters()}
+    average = {n: t.cpu() for n, t in run.ema.average.items()} if run.ema else None
+    models.export(
+        out / "pipeline", spec, run.config.seed, average or weights, weights if average else None,
+        run.config.prediction, run.config.zero_snr,
+    )  # fmt: skip
+
+
+# ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve(config: Config, spec: models.ModelSpec, world: World) -> Config:
+    """Every flag has its final value from here on."""
+    config = with_recipe(config)
+    on_gpu = world.device.type == "cuda"
+    vae_factor = 8
+    side = config.resolution or (PRESETS[config.preset].resolution if config.model is None else spec.unet["sample_size"] * vae_factor)
+    if config.attention in ("cudnn", "flash") and not on_gpu:
+        raise UsageError(f"--attention {config.attention} needs a GPU: use auto or math")
+    return dataclasses.replace(
+        config,
+        resolution=side,
+        prediction=config.prediction or spec.scheduler.get("prediction_type", "epsilon"),
+        precision=config.precision or ("bf16" if on_gpu else "fp32"),
+        workers=config.workers if config.workers is not None else data.default_workers(config.data, len(os.sched_getaffinity(0)), world.local_world_size),
+    )
+
+
+def open_run(config: Config, world: World, notes: list[str]) -> tuple[Path, Path | None, dict | None, list[str]]:
+    """(folder of the run, checkpoint to resume from, its state, what to say); rank 0 chooses, the store tells the others."""
+    if world.rank == 0:
+        out = checkpoint.choose_out(config.out, "ddp", config.resume)
+        folder, state, warnings = checkpoint.find(out, config.resume) if config.resume else (None, None, [])
+        world.store.set("out", f"{out}\n{folder or ''}")  # comm: store, the folders
+        notes = [*notes, *warnings]
+    else:
+        wait_for(world, "out")
+        out, folder = (Path(p) if p else None for p in world.store.get("out").decode().split("\n"))  # comm: store
+        state = checkpoint.read_state(folder) if folder else None
+    if state is not None:
+        changed = changed_flags(state["config"], config)
+        notes = [*notes, *([f"resuming with {', '.join(changed)}"] if changed else [])]
+    return out, folder, state, notes
+
+
+def begin(run: Run, out: Path, notes: list[str], spec: models.ModelSpec) -> None:
+    """What rank 0 says before the first step."""
+    config, world = run.config, run.world
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    backend = f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if world.device.type == "cuda" else "gloo"
+    print(f"ddp: {world.world_size} ranks, {backend}, torch {torch.__version__}, {config.precision}, {out}")
+    parameters = sum(p.numel() for p in run.unet.parameters())
+    print(f"{spec.name}: {parameters / 1e6:.1f} M parameters, {run.count} samples, {run.batch}, step {run.position.step} of {config.steps}", flush=True)
+    cores = len(os.sched_getaffinity(0))
+    if config.workers * world.local_world_size > cores:
+        print(f"warning: --workers {config.workers} x {world.local_world_size} ranks > {cores} cores: they will wait for each other", file=sys.stderr)
+
+
+def finish_step(run: Run, row: dict | None, rows: Rows | None, progress: Progress, held: data.Samples | None) -> None:
+    """Report a settled step; the held-out loss is taken when its weights are still in place."""
+    if row is None:
+        return
+    if held is not None and row["step"] % run.config.val_every == 0:
+        row["val_loss"] = held_out_loss(run, held)
+    if rows is not None:
+        rows.write(row)
+    progress.step(row)
+
+
+def main(world: World) -> None:
+    # Everything that can be wrong is found before a group is made.
+    given = parse("ddp", sys.argv[1:], world.rank)
+    check_devices(world)
+    spec = models.spec_of(given)
+    batch = batch_of(given, replicas=world.world_size)
+    config = resolve(given, spec, world)
+    schedule = NoiseSchedule(spec.scheduler, config.prediction, config.zero_snr, config.snr_gamma)
+    source, notes = data.open_source(config.data)
+    held_source, held_indices, indices = data.held_out(config.data, source) if config.val_every else (None, None, None)
+    prompts = data.prompts_of(config, source)
+    if config.dry_run:
+        if world.rank == 0:
+            print(describe(config, batch, spec, len(source)))
+        return
+    out, folder, state, notes = open_run(config, world, notes)
+    frozen = models.build_frozen(spec, config.seed)
+    unet = models.build_unet(spec, config.seed, world.device)
+    names = zlib.crc32("\n".join(source.name(i) for i in range(len(source))).encode("utf-8", "surrogateescape"))
+    all_ready(world, f"{len(source)} samples (names {names:08x}), {batch}, step {state['step'] if state else 0}", seconds=config.timeout)
+
+    join(world, config.timeout)
+    use_kernels(config, world)
+    factor = 2 ** (len(frozen.vae.config.block_out_channels) - 1)
+    latent = (spec.latent_channels, config.resolution // factor, config.resolution // factor)
+    samples = data.Samples(source, frozen.tokenizers, config, latent, len(schedule), indices)
+    held = data.held_out_samples(held_source, held_indices, frozen.tokenizers, config, latent, len(schedule)) if config.val_every else None
+    if config.activations == "checkpoint":
+        unet.enable_gradient_checkpointing()
+    if config.compile:
+        models.compile_blocks(unet)
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
+    frozen.to(world.device, compute)
+    named = list(unet.named_parameters())
+    run = Run(
+        config, batch, world, unet, replicate(unet, config, world), build_optimizer(named, config),
+        LossScale(config.precision == "fp16", world.device), EMA(named, config.ema) if config.ema else None,
+        schedule.to(world.device), Encoder(frozen, spec.is_xl, world.device, remember=config.data == "shapes"),
+        len(samples), None,
+    )  # fmt: skip
+    if state is not None:
+        load(run, folder, state)
+    if world.rank == 0:
+        begin(run, out, notes, spec)
+    already_complete = run.position.step >= config.steps
+    rows = None
+    if not already_complete:
+        rows = Rows(out / "metrics.jsonl", run.position.step) if world.rank == 0 else None
+        run.log_rows = Rows(out / f"samples.rank{world.rank}.jsonl", run.position.step) if config.log_samples else None
+        train(run, samples, held, rows, frozen, spec, prompts, out)
+    elif world.rank == 0:
+        print(f"already complete: {out} has all {config.steps} steps")
+    if world.stop.is_set():
+        if world.rank == 0:
+            print(f"stopped after step {run.position.step}{', saved' if config.save_every else ''}: {out}")
+        return
+    world.at = "export"
+    if not config.no_export and not (already_complete and (out / "pipeline").exists()):
+        export(run, spec, out)
+    if world.rank == 0:
+        print(f"done: {out}", flush=True)
+
+
+def train(run: Run, samples: data.Samples, held: data.Samples | None, rows: Rows | None, frozen, spec, prompts, out: Path) -> None:
+    """The loop: step, report, and at their times save and draw; ends early, on all ranks alike, when one was told to stop."""
+    config, world = run.config, run.world
+    warm_up(run, samples)
+    micro_batches = data.MicroBatches(len(samples), run.batch, config.seed, world.rank, run.position, config.steps)
+    batches = iter(data.loader(samples, micro_batches, config.workers, pin=world.device.type == "cuda"))
+    progress = Progress(world.rank == 0, config.steps, run.position.step, config.log_every)
+    pipe = models.pipeline_of(spec, frozen, run.unet, config.prediction, config.zero_snr)
+    started = run.clock = time.perf_counter()
+    ending = False
+    while run.position.step < config.steps and not ending:
+        world.at = f"step {run.position.step + 1}"
+        row = train_step(run, batches)
+        finish_step(run, row, rows, progress, held)
+        if config.time_limit and time.perf_counter() - started > 60 * config.time_limit:
+            world.stop.set()  # told to the others with the next step's tally
+        step, last = run.position.step, run.position.step == config.steps
+        ending = run.stopping
+        saving = config.save_every and (step % config.save_every == 0 or last or ending)
+        drawing = not ending and (step % config.sample_every == 0 if config.sample_every else last and config.sample_every is None)
+        validating = config.val_every and step % config.val_every == 0
+        if saving or drawing or validating or last or ending:
+            finish_step(run, settle(run), rows, progress, held)  # nothing may be pending now
+        if saving:
+            save(run, out)
+        if drawing or (last and config.sample_every and not ending):
+            sample_grid(run, pipe, prompts, out)
+        if run.pending is None:
+            run.clock = time.perf_counter()  # what was done between steps is not the next step's time
+    world.at = "end"
+    progress.close()
+    if rows is not None:
+        rows.close()
+        plots.loss_curve(read_rows(out / "metrics.jsonl"), out / "loss.png")
+
+
+def use_kernels(config: Config, world: World) -> None:
+    """Which kernels torch may choose."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
+        torch.use_deterministic_algorithms(True)
+    elif world.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # shapes repeat, so trying kernels once pays
+    models.choose_attention(config.attention)
+
+
+if __name__ == "__main__":
+    this = find_world()
+    try:
+        main(this)
+    except SystemExit:  # --help
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        fail(this, error)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -246,6 +246,22 @@ def held_out(data: str, source: Source) -> tuple[Source, np.ndarray, np.ndarray]
     return source, np.sort(order[:count]), np.sort(order[count:])
 
 
+HELD_OUT_CARDS = 64  # held-out pairs of picture and timestep, at least
+
+
+def held_out_samples(
+    source: Source, indices: np.ndarray, tokenizers: list, config: Config, latent: tuple[int, int, int], num_timesteps: int
+) -> Samples:
+    """Samples for the held-out loss: (round, index) has a fixed timestep, and the rounds together cover the schedule evenly.
+
+    No crop, flip, dropped caption or seed of the run, so that its values can be compared between runs and strategies.
+    """
+    cards = max(1, round(HELD_OUT_CARDS / len(indices))) * len(indices)
+    timesteps = ((np.random.default_rng(0).permutation(cards) + 0.5) / cards * num_timesteps).astype(int)
+    still = replace(config, crop="center", flip=0.0, caption_dropout=0.0, noise_offset=0.0, seed=0)
+    return Samples(source, tokenizers, still, latent, num_timesteps, indices, timesteps)
+
+
 def prompts_of(config: Config, source: Source, count: int = 24) -> list[str]:
     """Prompts of the sample grid: the file's lines, or captions from the data (every kind that `shapes` has)."""
     if config.prompts is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import diffusers
 import safetensors
 import torch
+import transformers
 from diffusers import (
     AutoencoderKL,
     DiffusionPipeline,
@@ -24,11 +25,16 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from common.config import Config
 from common.errors import UsageError
+
+transformers.utils.logging.disable_progress_bar()  # eight ranks that load and save would draw eight bars
+diffusers.utils.logging.disable_progress_bar()
 
 TINY = Path(__file__).parent / "tiny"
 
@@ -300,6 +306,28 @@ def _materialise(module: nn.Module) -> None:
     for name, buffer in module.named_buffers():
         if name.endswith("position_ids"):
             buffer.copy_(torch.arange(buffer.shape[-1]).expand_as(buffer))
+
+
+# ── How it is computed ───────────────────────────────────────────────────────────────────────────────────────────────
+def compile_blocks(unet: UNet2DConditionModel) -> None:
+    """torch.compile every resnet and transformer block by itself: minutes less than the whole UNet, nearly all of the gain.
+
+    In place, so parameter names stay as they are. Blocks of one kind share code, hence the raised limit on versions of it.
+    """
+    torch._dynamo.config.recompile_limit = 256
+    for module in unet.modules():
+        if isinstance(module, ResnetBlock2D | BasicTransformerBlock):
+            module.compile(dynamic=False)
+
+
+def choose_attention(kind: str) -> None:
+    """Restrict scaled_dot_product_attention to one kernel (with math as the way out for shapes that it refuses)."""
+    if kind == "auto":
+        return
+    torch.backends.cuda.enable_flash_sdp(kind == "flash")
+    torch.backends.cuda.enable_cudnn_sdp(kind == "cudnn")
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_math_sdp(True)
 
 
 # ── What a run leaves behind ─────────────────────────────────────────────────────────────────────────────────────────

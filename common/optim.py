@@ -62,9 +62,10 @@ class LossScale:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         if self.enabled:
-            self.scale, self.good_steps = state["scale"], state["good_steps"]
+            self.scale.fill_(state["scale"])
+            self.good_steps.fill_(state["good_steps"])
 
 
 class EMA:
@@ -77,6 +78,12 @@ class EMA:
         self.decay, self.updates = decay, 0
         self._weights = dict(named)
         self.average = {name: p.detach().clone() for name, p in self._weights.items()}
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the weights as they are."""
+        for name, p in self._weights.items():
+            self.average[name].copy_(p)
 
     def next_decay(self) -> float:
         return min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.updates else 0.0
