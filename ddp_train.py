@@ -238,7 +238,6 @@ def replicate(unet: nn.Module, config: Config, world: World) -> DistributedDataP
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,
         bucket_cap_mb=200,
         gradient_as_bucket_view=True,  # no second copy of the gradients
-        broadcast_buffers=False,  # the UNet has none that change
     )
     if config.grad_compress == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
