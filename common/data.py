@@ -129,6 +129,7 @@ class Samples(Dataset):
         self.latent, self.num_timesteps, self.timesteps = latent, num_timesteps, timesteps
         self.indices = np.arange(len(source)) if indices is None else indices
         self._tokens = functools.lru_cache(4096)(self._tokenize)
+        self._image = functools.lru_cache(SHAPES)(source.image) if config.data == "shapes" else source.image
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -154,7 +155,7 @@ class Samples(Dataset):
     def _picture(self, index: int, epoch: int) -> tuple[np.ndarray, tuple]:
         random = _random(self.config.seed, epoch, index, PICTURE)
         flip = bool(random.random() < self.config.flip)
-        return fit(self.source.image(index), self.config.resolution, self.config.crop, flip, random)
+        return fit(self._image(index), self.config.resolution, self.config.crop, flip, random)
 
     def _caption(self, index: int, epoch: int) -> str:
         dropped = _random(self.config.seed, epoch, index, CAPTION).random() < self.config.caption_dropout
