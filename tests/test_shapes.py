@@ -17,7 +17,7 @@ FOREIGN = ["🦊🌋 ½ €", "猫が好き", "кошка, gato, γάτα", "İs
 
 @pytest.fixture(scope="module")
 def source():
-    return Shapes(480, first=700_000)
+    return Shapes(288, first=700_000)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +92,12 @@ def test_the_verdict_says_which_part_is_wrong():
 @torch.no_grad()
 def test_the_vae_keeps_what_a_caption_says(source):
     vae = AutoencoderKL.from_pretrained(TINY / "vae").eval()
-    x = torch.from_numpy(np.stack([np.asarray(source.image(i)) for i in range(288)])).permute(0, 3, 1, 2) / 127.5 - 1
+    x = torch.from_numpy(np.stack([np.asarray(source.image(i)) for i in range(192)])).permute(0, 3, 1, 2) / 127.5 - 1
     posteriors = [vae.encode(part).latent_dist for part in x.split(48)]
     latents = torch.cat([p.mean for p in posteriors])
     drawn = ((torch.cat([vae.decode(z).sample for z in latents.split(48)]).clamp(-1, 1) + 1) * 127.5).round().byte()
     pictures = [Image.fromarray(y) for y in drawn.permute(0, 2, 3, 1).numpy()]
-    assert share_right(pictures, [source.caption(i) for i in range(288)]) >= 0.99
+    assert share_right(pictures, [source.caption(i) for i in range(192)]) >= 0.99
     # The diffusion starts from a unit normal: latents must have its mean and deviation, without a scaling factor.
     assert vae.config.scaling_factor == 1.0 and not vae.config.shift_factor
     assert latents.mean(dim=(0, 2, 3)).abs().max() < 0.1 and (latents.std(dim=(0, 2, 3)) - 1).abs().max() < 0.1

@@ -1,0 +1,67 @@
+"""Start the scripts as a user does, and read what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class Ended:
+    rc: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+def start(ranks: int, *flags, script: str = "ddp_train.py", cwd: Path, env: dict | None = None) -> subprocess.Popen:
+    """torchrun on `ranks` ranks, one thread each; plain Python for one rank (`ranks=0`)."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    return subprocess.Popen(
+        [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen, seconds: float = 120) -> Ended:
+    """Wait for it; a run that hangs is killed with all its children and fails the test."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {seconds} s\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def train(ranks: int, *flags, cwd: Path, **more) -> Ended:
+    return end(start(ranks, *flags, cwd=cwd, **more))
+
+
+def trained(ranks: int, *flags, cwd: Path, **more) -> Ended:
+    ended = train(ranks, *flags, cwd=cwd, **more)
+    assert ended.rc == 0, ended.out + ended.err
+    return ended
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def weights(run: Path, part: str = "unet") -> dict:
+    return load_file(run / "pipeline" / part / "diffusion_pytorch_model.safetensors")

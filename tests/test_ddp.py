@@ -1,0 +1,190 @@
+"""The second rule, on real processes: one curve, whatever the ranks, the split, the workers, or an interruption."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, UNet2DConditionModel
+from PIL import Image
+
+from common import models
+from common.config import Config
+from tests.launch import rows, train, trained, weights
+
+SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
+ADAM = ("--lr", "1e-3", "--global-batch", "12", "--steps", "6", "--ema", "0.9", "--sample-every", "0", "--log-samples")
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs with a space")
+
+
+@pytest.fixture(scope="session")
+def alone(runs):
+    """The reference: one process without torchrun, 24 samples in one micro-batch."""
+    trained(0, *SGD, "--micro-batch", "24", "--val-every", "2", "--out", runs / "alone", cwd=runs)
+    return runs / "alone"
+
+
+@pytest.fixture(scope="session")
+def straight(runs):
+    """Six steps of AdamW with EMA on two ranks, with a checkpoint after three."""
+    trained(2, *ADAM, "--save-every", "3", "--out", runs / "straight", cwd=runs)
+    return runs / "straight"
+
+
+def assert_same_curve(a, b):
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in rows(a)], [r[key] for r in rows(b)], rtol=1e-5)
+    one, other = weights(a), weights(b)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name] - other[name]).abs().max() <= 1e-5 * one[name].abs().max() + 1e-9, name
+
+
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        (2, ("--micro-batch", "12", "--workers", "2")),
+        (2, ("--micro-batch", "3", "--activations", "checkpoint")),
+        (3, ("--micro-batch", "8")),
+        (4, ("--micro-batch", "2")),
+    ],
+    ids=["2-ranks-with-workers", "2-ranks-4-micro-batches-recomputed", "3-ranks", "4-ranks-3-micro-batches"],
+)
+def test_every_split_follows_the_curve_of_one_process(runs, alone, ranks, flags):
+    out = runs / f"split-{ranks}-{flags[1]}"
+    trained(ranks, *SGD, *flags, "--out", out, cwd=runs)
+    assert_same_curve(alone, out)
+
+
+def test_the_weights_move(alone):
+    before = models.build_unet(models.spec_of(Config()), 0, torch.device("cpu")).state_dict()
+    after = weights(alone)
+    assert all((before[n] - after[n]).abs().max() > 0 for n in after if n.endswith("conv1.weight"))
+
+
+def test_held_out_loss_does_not_depend_on_the_ranks_and_leaves_the_weights_alone(runs, alone):
+    out = runs / "held-out"
+    trained(2, *SGD, "--micro-batch", "12", "--val-every", "1", "--out", out, cwd=runs)
+    (one,), two = [r["val_loss"] for r in rows(alone) if "val_loss" in r], rows(out)[1]["val_loss"]
+    assert two == pytest.approx(one, rel=1e-5)
+    assert_same_curve(alone, out)  # three validations against one changed nothing
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_resumed_run_ends_with_the_same_bits(runs, straight, ranks):
+    whole, part = (straight if ranks == 2 else runs / "whole"), runs / f"part-{ranks}"
+    if ranks != 2:
+        trained(ranks, *ADAM, "--out", whole, cwd=runs)
+    # Stopped as a crash stops it: three more steps were done, but the last checkpoint is of step 3.
+    trained(ranks, *ADAM, "--save-every", "3", "--no-export", "--out", part, cwd=runs)
+    damaged = part / "checkpoint-6" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    ended = trained(ranks, *ADAM, "--resume", "latest", "--out", part, cwd=runs)
+    assert "checkpoint-6" in ended.out and "__0_0.distcp has 100 bytes" in ended.out  # passed over, and said
+    for folder in ("unet", "unet_raw"):
+        one, other = weights(whole, folder), weights(part, folder)
+        assert all(torch.equal(one[n], other[n]) for n in one)
+    for r in range(ranks):
+        assert rows(whole, f"samples.rank{r}.jsonl") == rows(part, f"samples.rank{r}.jsonl")
+
+
+def test_a_resume_on_another_number_of_ranks_goes_on_along_the_curve(runs, straight):
+    out = runs / "three-after-two"
+    trained(3, *ADAM, "--resume", straight / "checkpoint-3", "--out", out, cwd=runs)
+    after = [r for r in rows(straight) if r["step"] > 3]
+    np.testing.assert_allclose([r["loss"] for r in rows(out)], [r["loss"] for r in after], rtol=1e-5)
+    seen = [sorted(i for r in range(n) for row in rows(run, f"samples.rank{r}.jsonl") if row["step"] > 3 for i in row["ids"])
+            for run, n in ((straight, 2), (out, 3))]  # fmt: skip
+    assert seen[0] == seen[1]
+
+
+def test_a_finished_run_says_so_and_exports_if_the_export_is_gone(runs, straight):
+    ended = trained(2, *ADAM, "--resume", "latest", "--out", straight, cwd=runs)
+    assert "already complete" in ended.out
+    assert len(rows(straight)) == 6
+
+
+def test_ranks_draw_different_noise_and_a_step_holds_each_sample_once(straight):
+    first = [rows(straight, f"samples.rank{r}.jsonl")[0] for r in range(2)]
+    assert not set(first[0]["noise"]) & set(first[1]["noise"])
+    assert not set(first[0]["ids"]) & set(first[1]["ids"])
+    assert all(len(ids) == 77 for ids in first[0]["tokens"])
+
+
+def test_the_average_is_that_of_the_papers_rule(runs, straight):
+    """After one step d = 0, so both are the same; after six they are not."""
+    average, raw = weights(straight), weights(straight, "unet_raw")
+    assert any(not torch.equal(average[n], raw[n]) for n in raw)
+
+
+def test_the_export_is_a_pipeline_that_draws(straight):
+    pipe = DiffusionPipeline.from_pretrained(straight / "pipeline")
+    pipe.set_progress_bar_config(disable=True)
+    picture = pipe("a large red star", num_inference_steps=2, output_type="np").images[0]
+    assert picture.shape == (64, 64, 3) and np.isfinite(picture).all() and picture.std() > 0
+    base = UNet2DConditionModel.from_config(models.spec_of(Config()).unet).state_dict()
+    assert {n: t.shape for n, t in base.items()} == {n: t.shape for n, t in weights(straight).items()}
+    assert {t.dtype for t in weights(straight).values()} == {torch.float32}
+
+
+def test_the_rate_is_the_same_for_every_split_and_ends_with_the_run(runs):
+    flags = ("--lr", "1e-3", "--lr-schedule", "cosine", "--warmup", "2", "--steps", "6", "--sample-every", "0", "--no-export")
+    trained(1, *flags, "--micro-batch", "2", "--out", runs / "rate-1", cwd=runs)
+    trained(2, *flags, "--micro-batch", "1", "--accum", "3", "--out", runs / "rate-2", cwd=runs)
+    one, two = ([r["lr"] for r in rows(runs / f"rate-{n}")] for n in (1, 2))
+    assert one == two
+    assert one[:2] == [0.5e-3, 1e-3] and one[-1] < 0.2e-3
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_stays_near_fp32_and_masters_stay_fp32(runs, alone, precision):
+    out = runs / precision
+    more = ("--grad-compress", "bf16") if precision == "bf16" else ()
+    trained(2, *SGD, "--micro-batch", "12", "--precision", precision, *more, "--out", out, cwd=runs)
+    good = [r for r in rows(out) if not r["skipped"]]
+    assert good, "every step was skipped"
+    assert good[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=0.02)
+    assert rows(out)[0]["loss_scale"] == (65536 if precision == "fp16" else 1)
+    assert {t.dtype for t in weights(out).values()} == {torch.float32}
+
+
+# ── A folder of pictures ─────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Ten pictures of which one is cut, so that the last step of an epoch of 4 + 4 + 2 has its own count."""
+    path = tmp_path_factory.mktemp("pictures of mine")
+    for i in range(10):
+        pixels = np.random.default_rng(i).integers(0, 255, (8, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((96, 64)).save(path / f"{i}.png")
+    (path / "7.png").write_bytes((path / "7.png").read_bytes()[:-2000])
+    (path / "metadata.jsonl").write_text("".join(json.dumps({"file_name": f"{i}.png", "text": f"picture {i}"}) + "\n" for i in range(10)))
+    return path
+
+
+def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, folder):
+    flags = ("--data", folder, "--optimizer", "sgd", "--lr", "0.05", "--global-batch", "4", "--steps", "6", "--sample-every", "0")
+    one = trained(1, *flags, "--micro-batch", "4", "--log-samples", "--out", runs / "folder-1", cwd=runs)
+    two = trained(2, *flags, "--micro-batch", "1", "--workers", "2", "--out", runs / "folder-2", cwd=runs)
+    assert_same_curve(runs / "folder-1", runs / "folder-2")
+    assert one.err.count("7.png") == two.err.count("7.png") == 1
+    assert rows(runs / "folder-1")[2]["samples"] == 9  # an epoch is three steps and nine readable pictures
+    logged = rows(runs / "folder-1", "samples.rank0.jsonl")
+    assert sorted(i for row in logged[:3] for i in row["ids"]) == [f"{i}.png" for i in range(10) if i != 7]
+    assert logged[0]["time_ids"][0] == [64, 96, 0, 16, 64, 64]
+
+
+def test_one_picture_on_three_ranks_trains(runs, tmp_path):
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "only.png")
+    trained(3, "--data", tmp_path, "--steps", "2", "--lr", "1e-3", "--sample-every", "0", "--no-export", "--out", runs / "only", cwd=runs)
+    assert [r["samples"] for r in rows(runs / "only")] == [1, 2]
+
+
+def test_the_plan_is_printed_and_nothing_is_left(tmp_path):
+    ended = train(2, "--preset", "sdxl", "--dry-run", cwd=tmp_path)
+    assert ended.rc == 0, ended.err
+    assert "2,567,463,684" in ended.out and ended.out.count("replicas ") == 1
+    assert not list(tmp_path.iterdir())
