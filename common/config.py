@@ -30,11 +30,11 @@ class Preset:
     guidance: float = 7.5
 
 
-# The recipe of `tiny` is a whole: high rate, warm-up, cosine and EMA belong together (96 % of the pictures right after
-# three minutes on two cores; the README has the measurement). The others start from pretrained weights as a rule.
+# The recipe of `tiny` is a whole: high rate, warm-up, cosine and EMA belong together (the README has what it reaches).
+# The others start from pretrained weights as a rule.
 #                      side   steps    lr    schedule  warm-up   ema  dropout  batch  guidance
 PRESETS = {
-    "tiny":     Preset(  64,   1000,  2e-3, "cosine",      50, 0.995,     0.1,    64,     2.0),
+    "tiny":     Preset(  64,   1000,  4e-3, "cosine",      50,  0.99,     0.1,    64,     2.0),
     "sd15":     Preset( 512,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     7.5),
     "sd21":     Preset( 512,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     7.5),
     "sdxl":     Preset(1024,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     5.0),

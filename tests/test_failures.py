@@ -1,0 +1,122 @@
+"""What goes wrong is said in one line that names it, on one rank, and nobody is left waiting."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.launch import end, rows, start, train, trained
+
+BRIEF = ("--lr", "1e-3", "--sample-every", "0", "--no-export")
+
+
+def refused(ended, *words):
+    assert ended.rc != 0
+    assert len(ended.errors) == 1, ended.err
+    for word in words:
+        assert word in ended.errors[0]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--nonsense",), ["--nonsense"]),
+        (("--steps", "0"), ["--steps", "at least 1"]),
+        (("--data", "nowhere"), ["nowhere"]),
+        (("--global-batch", "7", "--micro-batch", "2"), ["--global-batch 7", "6 or 8"]),
+        (("--zero-snr", "--prediction", "epsilon"), ["--zero-snr", "v_prediction"]),
+        (("--resume", "nowhere/checkpoint-3"), ["nowhere/checkpoint-3"]),
+        (("--model", "nowhere"), ["--model nowhere"]),
+    ],
+    ids=lambda v: v[0].strip("-") if isinstance(v, tuple) else "",
+)
+def test_one_process_exits_with_2_and_says_what_would_work(tmp_path, flags, words):
+    ended = train(0, *flags, cwd=tmp_path)
+    refused(ended, *words)
+    assert ended.rc == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_ranks_say_it_once(tmp_path):
+    (tmp_path / "empty folder").mkdir()
+    refused(train(2, "--data", "empty folder", cwd=tmp_path), "empty folder")
+
+
+def test_an_interface_that_does_not_exist_is_named_with_its_variable(tmp_path):
+    ended = train(2, *BRIEF, "--steps", "1", cwd=tmp_path, env={"GLOO_SOCKET_IFNAME": "nosuch"})
+    refused(ended, "GLOO_SOCKET_IFNAME")
+
+
+def wait_for_row(run: Path, step: int) -> None:
+    for _ in range(600):
+        if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no step {step} within a minute")
+
+
+def children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def rank_of(pid: int) -> str:
+    env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((e.decode()[5:] for e in env if e.startswith(b"RANK=")), "")
+
+
+def test_sigterm_finishes_the_step_and_a_resume_goes_on(tmp_path):
+    run = tmp_path / "run"
+    process = start(2, *BRIEF, "--steps", "5000", "--save-every", "1000", "--workers", "1", "--out", run, cwd=tmp_path)
+    wait_for_row(run, 3)
+    ranks = children(process.pid)
+    os.kill(process.pid, signal.SIGTERM)
+    ended = end(process, 60)
+    assert not ended.errors, ended.err
+    (saved,) = run.glob("checkpoint-*")
+    step = int(saved.name.split("-")[1])
+    assert "stopped after step" in ended.out and len(rows(run)) == step
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert not (run / "pipeline").exists()
+    trained(2, *BRIEF, "--steps", step + 2, "--resume", "latest", "--out", run, cwd=tmp_path)
+    assert [r["step"] for r in rows(run)] == list(range(1, step + 3))
+
+
+def test_a_killed_rank_is_named_and_nobody_waits(tmp_path):
+    process = start(2, *BRIEF, "--steps", "5000", "--out", tmp_path / "run", cwd=tmp_path)
+    wait_for_row(tmp_path / "run", 2)
+    (victim,) = [pid for pid in children(process.pid) if rank_of(pid) == "1"]
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    ended = end(process, 60)
+    assert time.monotonic() - began < 45
+    refused(ended, "rank 1 died")
+
+
+def test_latents_that_overflow_end_the_run_with_the_pictures_name(tmp_path):
+    from common import models
+    from common.config import Config
+
+    spec = models.spec_of(Config())
+    unet = models.build_unet(spec, 0, torch.device("cpu"))
+    models.export(tmp_path / "model", spec, 0, unet.state_dict(), None, "v_prediction", False)
+    file = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    save_file({n: t * 1e30 if n.startswith("encoder.conv_out") else t for n, t in load_file(file).items()}, file)
+    ended = train(2, "--model", tmp_path / "model", "--resolution", "64", *BRIEF, "--steps", "3", cwd=tmp_path)
+    refused(ended, "shapes/", "not finite")
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten_and_a_broken_checkpoint_is_not_resumed(tmp_path):
+    run = tmp_path / "run"
+    trained(1, *BRIEF, "--steps", "2", "--save-every", "1", "--keep", "1", "--out", run, cwd=tmp_path)
+    assert [p.name for p in run.glob("checkpoint-*")] == ["checkpoint-2"]
+    refused(train(1, *BRIEF, "--steps", "2", "--out", run, cwd=tmp_path), "already holds a run", "--resume latest")
+    shutil.copytree(run / "checkpoint-2", tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "__0_0.distcp").unlink()
+    refused(train(1, *BRIEF, "--resume", tmp_path / "checkpoint-2", cwd=tmp_path), "checkpoint-2", "__0_0.distcp is missing")
+    refused(train(1, "--resume", run / "checkpoint-2", "--prediction", "epsilon", cwd=tmp_path), "--prediction", "v_prediction")
