@@ -34,7 +34,7 @@ class Preset:
 # The others start from pretrained weights as a rule.
 #                      side   steps    lr    schedule  warm-up   ema  dropout  batch  guidance
 PRESETS = {
-    "tiny":     Preset(  64,   1000,  4e-3, "cosine",      50,  0.99,     0.1,    64,     2.0),
+    "tiny":     Preset(  64,    600,  4e-3, "cosine",      50,  0.99,     0.1,    64,     2.0),
     "sd15":     Preset( 512,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     7.5),
     "sd21":     Preset( 512,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     7.5),
     "sdxl":     Preset(1024,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     5.0),

@@ -11,11 +11,13 @@ and every resumed run sees the same stream:
     slot i goes to rank i mod R; a rank's slots are cut into micro-batches in order
 """
 
+import ctypes
 import functools
 import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -210,10 +212,13 @@ def loader(samples: Samples, batches, workers: int, pin: bool) -> DataLoader:
 
 
 def _quiet_worker(_: int) -> None:
-    """One thread each, or ranks x workers x cores threads fight; and Ctrl-C is for the rank, which finishes its step."""
+    """One thread each, or ranks x workers x cores threads fight. Signals are for the rank, which finishes its step: torchrun
+    sends them to the whole process group. A worker ends when its rank asks, or dies."""
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def default_workers(data: str, cores: int, local_world_size: int) -> int:

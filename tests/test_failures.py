@@ -106,7 +106,7 @@ def test_latents_that_overflow_end_the_run_with_the_pictures_name(tmp_path):
     unet = models.build_unet(spec, 0, torch.device("cpu"))
     models.export(tmp_path / "model", spec, 0, unet.state_dict(), None, "v_prediction", False)
     file = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
-    save_file({n: t * 1e30 if n.startswith("encoder.conv_out") else t for n, t in load_file(file).items()}, file)
+    save_file({n: t * float("inf") if n.startswith("encoder.conv_out") else t for n, t in load_file(file).items()}, file)
     ended = train(2, "--model", tmp_path / "model", "--resolution", "64", *BRIEF, "--steps", "3", cwd=tmp_path)
     refused(ended, "shapes/", "not finite")
 
