@@ -1,21 +1,21 @@
 """Replicate: every rank holds the whole UNet; gradients are averaged once per step.
 
-       rank 0          rank 1          rank 2          rank 3
-     ┌────────┐      ┌────────┐      ┌────────┐      ┌────────┐
-     │  UNet  │      │  UNet  │      │  UNet  │      │  UNet  │    the same weights at every step
-     │ AdamW  │      │ AdamW  │      │ AdamW  │      │ AdamW  │    the same state, computed N times
-     └───┬────┘      └───┬────┘      └───┬────┘      └───┬────┘
-   slots 0 4 8 …       1 5 9 …         2 6 10 …        3 7 11 …     of the step's global batch
-         └───────────── all-reduce (gradients) ──────────┘
+    rank 0          rank 1          rank 2          rank 3
+  ┌────────┐      ┌────────┐      ┌────────┐      ┌────────┐
+  │  UNet  │      │  UNet  │      │  UNet  │      │  UNet  │    the same weights at every step
+  │ AdamW  │      │ AdamW  │      │ AdamW  │      │ AdamW  │    the same state, computed N times
+  └───┬────┘      └───┬────┘      └───┬────┘      └───┬────┘
+slots 0 4 8 …       1 5 9 …         2 6 10 …        3 7 11 …     of the step's global batch
+      └───────────── all-reduce (gradients) ──────────┘
 
-    collective   when                            bytes each rank sends (N ranks, P parameters)
-    all-reduce   last micro-batch of a step      2 (N-1)/N x 4 P, in buckets of 200 MiB, while the backward pass still
-                                                 runs; half of that with --grad-compress bf16
-    all-gather   end of a step                   (N-1) x 56     loss, samples, and the joint decisions
-    store        start and end                   a few words    who is ready, who failed first and why
+ collective   when                            bytes each rank sends (N ranks, P parameters)
+ all-reduce   last micro-batch of a step      2 (N-1)/N x 4 P, in buckets of 200 MiB, while the backward pass still
+                                              runs; half of that with --grad-compress bf16
+ all-gather   end of a step                   (N-1) x 56     loss, samples, and the joint decisions
+ store        start and end                   a few words    who is ready, who failed first and why
 
-    torchrun --standalone --nproc_per_node=2 ddp_train.py
-    torchrun --standalone --nproc_per_node=8 ddp_train.py --model DIR --data DIR --out runs/mine --save-every 500
+ torchrun --standalone --nproc_per_node=2 ddp_train.py
+ torchrun --standalone --nproc_per_node=8 ddp_train.py --model DIR --data DIR --out runs/mine --save-every 500
 """
 
 import contextlib
@@ -23,7 +23,6 @@ import ctypes
 import dataclasses
 import math
 import os
-import signal
 import shutil
 import signal
 import sys
@@ -73,7 +72,9 @@ class World:
 
 def find_world() -> World:
     """Read torchrun's variables, connect to its store, and arrange how this process ends. Makes no group yet."""
-    env = {k: int(os.environ.get(k, v)) for k, v in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1).items()}
+    env = {
+        k: int(os.environ.get(k, v)) for k, v in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1).items()
+    }
     gpu = torch.cuda.is_available()
     world = World(
         rank=env["RANK"],
@@ -140,7 +141,9 @@ def join(world: World, timeout: float) -> None:
             "copies hang (try NCCL_P2P_DISABLE=1), two ranks on one GPU"
         ) from error
     if probe.item() != world.world_size:
-        raise ConnectionError(f"the first all-reduce of {world.world_size} ranks gave {probe.item()}: the copies between the GPUs are wrong, try NCCL_P2P_DISABLE=1")
+        raise ConnectionError(
+            f"the first all-reduce of {world.world_size} ranks gave {probe.item()}: the copies between the GPUs are wrong, try NCCL_P2P_DISABLE=1"
+        )
 
 
 class Elsewhere(Exception):
@@ -163,7 +166,9 @@ def all_ready(world: World, fingerprint: str, seconds: float) -> None:
     world.store.set(f"ready/{world.rank}", fingerprint)  # comm: store, my verdict
     wait_for(world, *(f"ready/{r}" for r in range(world.world_size)), seconds=seconds)
     if (first := world.store.get("ready/0").decode()) != fingerprint:  # comm: store, rank 0's verdict
-        raise UsageError(f"rank {world.rank} starts with {fingerprint}, rank 0 with {first}: all hosts need the same flags, --data and --resume")
+        raise UsageError(
+            f"rank {world.rank} starts with {fingerprint}, rank 0 with {first}: all hosts need the same flags, --data and --resume"
+        )
 
 
 def first_line(error: BaseException) -> str:
@@ -178,15 +183,28 @@ def explain(world: World, error: BaseException) -> str:
     if isinstance(error, ConnectionError):
         return where + str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return where + f"out of GPU memory; try --activations checkpoint or a smaller --micro-batch ({first_line(error)})"
+        return (
+            where + f"out of GPU memory; try --activations checkpoint or a smaller --micro-batch ({first_line(error)})"
+        )
     if "DataLoader worker" in str(error):
-        return where + f"a process that reads pictures died; more memory, a larger /dev/shm or fewer --workers may help ({first_line(error)})"
+        return (
+            where
+            + f"a process that reads pictures died; more memory, a larger /dev/shm or fewer --workers may help ({first_line(error)})"
+        )
     return where + f"{type(error).__name__}: {first_line(error)}"
 
 
 def is_consequence(error: BaseException) -> bool:
     """Is this what a rank sees when another one is gone?"""
-    signs = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out", "remote process exited", "NCCL communicator was aborted")
+    signs = (
+        "closed by peer",
+        "reset by peer",
+        "Broken pipe",
+        "Timed out",
+        "timed out",
+        "remote process exited",
+        "NCCL communicator was aborted",
+    )
     return isinstance(error, RuntimeError) and any(s in str(error) for s in signs)
 
 
@@ -204,7 +222,9 @@ def fail(world: World, error: BaseException) -> NoReturn:
             while time.monotonic() < end and not world.store.check(["failure"]):  # comm: store, poll
                 time.sleep(0.1)
         if lost and not world.store.check(["failure"]):  # comm: store, nobody has confessed, so somebody died
-            silent = [r for r in range(world.world_size) if not world.store.check([f"lost/{r}"])]  # comm: store, who answers
+            silent = [
+                r for r in range(world.world_size) if not world.store.check([f"lost/{r}"])
+            ]  # comm: store, who answers
             who = f"rank {', '.join(map(str, silent))} died without a word (killed? out of host memory? see dmesg)"
             line = f"{world.at}: {who if silent else f'the ranks lost each other; a longer --timeout may help ({first_line(error)})'}"
         mine = f"{world.rank} {code}"
@@ -436,7 +456,9 @@ def stop_for_overflow(outcome: Outcome, mine: bool) -> NoReturn:
     if not mine:
         raise Elsewhere
     names = [n for ns, finite in outcome.suspects for n, ok in zip(ns, finite.tolist(), strict=True) if not ok]
-    raise ArithmeticError(f"the VAE's latents of {', '.join(names)} are not finite: the picture or the VAE's weights are broken")
+    raise ArithmeticError(
+        f"the VAE's latents of {', '.join(names)} are not finite: the picture or the VAE's weights are broken"
+    )
 
 
 def name_unreadable(run: Run, problems: dict[str, str]) -> None:
@@ -446,7 +468,11 @@ def name_unreadable(run: Run, problems: dict[str, str]) -> None:
     for name, problem in sorted({n: p for each in found for n, p in each.items() if n not in run.named}.items()):
         run.named.add(name)
         if run.world.rank == 0:
-            print(f"warning: left out {printable(name)}: {problem} ({len(run.named)} unreadable so far)", file=sys.stderr, flush=True)
+            print(
+                f"warning: left out {printable(name)}: {problem} ({len(run.named)} unreadable so far)",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def warm_up(run: Run, samples: data.Samples) -> None:
@@ -469,7 +495,9 @@ def held_out_loss(run: Run, samples: data.Samples) -> float:
     """Mean over fixed pictures, timesteps and noise, unweighted; the pictures are dealt to the ranks like cards."""
     run.unet.eval()
     total, count = (torch.zeros((), dtype=torch.float64, device=run.world.device) for _ in range(2))
-    cards = [(k // len(samples), k % len(samples)) for k in range(len(samples.timesteps))][run.world.rank :: run.world.world_size]
+    cards = [(k // len(samples), k % len(samples)) for k in range(len(samples.timesteps))][
+        run.world.rank :: run.world.world_size
+    ]
     for start in range(0, len(cards), run.batch.micro_batch):
         batch = data.collate([samples[card] for card in cards[start : start + run.batch.micro_batch]])
         total += per_sample_loss(run, batch, run.encode(batch), run.unet).sum()
@@ -559,16 +587,20 @@ def resolve(config: Config, spec: models.ModelSpec, world: World) -> Config:
     """Every flag has its final value from here on."""
     config = with_recipe(config)
     on_gpu = world.device.type == "cuda"
-    vae_factor = 8
-    side = config.resolution or (PRESETS[config.preset].resolution if config.model is None else spec.unet["sample_size"] * vae_factor)
+    side = config.resolution or (
+        PRESETS[config.preset].resolution if config.model is None else spec.unet["sample_size"] * spec.vae_factor
+    )
     if config.attention in ("cudnn", "flash") and not on_gpu:
         raise UsageError(f"--attention {config.attention} needs a GPU: use auto or math")
     return dataclasses.replace(
         config,
         resolution=side,
         prediction=config.prediction or spec.scheduler.get("prediction_type", "epsilon"),
+        zero_snr=config.zero_snr or bool(spec.scheduler.get("rescale_betas_zero_snr")),
         precision=config.precision or ("bf16" if on_gpu else "fp32"),
-        workers=config.workers if config.workers is not None else data.default_workers(config.data, len(os.sched_getaffinity(0)), world.local_world_size),
+        workers=config.workers
+        if config.workers is not None
+        else data.default_workers(config.data, len(os.sched_getaffinity(0)), world.local_world_size),
     )
 
 
@@ -597,10 +629,16 @@ def begin(run: Run, out: Path, notes: list[str], spec: models.ModelSpec) -> None
     backend = f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if world.device.type == "cuda" else "gloo"
     print(f"ddp: {world.world_size} ranks, {backend}, torch {torch.__version__}, {config.precision}, {out}")
     parameters = sum(p.numel() for p in run.unet.parameters())
-    print(f"{spec.name}: {parameters / 1e6:.1f} M parameters, {run.count} samples, {run.batch}, step {run.position.step} of {config.steps}", flush=True)
+    print(
+        f"{spec.name}: {parameters / 1e6:.1f} M parameters, {run.count} samples, {run.batch}, step {run.position.step} of {config.steps}",
+        flush=True,
+    )
     cores = len(os.sched_getaffinity(0))
     if config.workers * world.local_world_size > cores:
-        print(f"warning: --workers {config.workers} x {world.local_world_size} ranks > {cores} cores: they will wait for each other", file=sys.stderr)
+        print(
+            f"warning: --workers {config.workers} x {world.local_world_size} ranks > {cores} cores: they will wait for each other",
+            file=sys.stderr,
+        )
 
 
 def finish_step(run: Run, row: dict | None, rows: Rows | None, progress: Progress, held: data.Samples | None) -> None:
@@ -633,14 +671,21 @@ def main(world: World) -> None:
     frozen = models.build_frozen(spec, config.seed)
     unet = models.build_unet(spec, config.seed, world.device)
     names = zlib.crc32("\n".join(source.name(i) for i in range(len(source))).encode("utf-8", "surrogateescape"))
-    all_ready(world, f"{len(source)} samples (names {names:08x}), {batch}, step {state['step'] if state else 0}", seconds=config.timeout)
+    all_ready(
+        world,
+        f"{len(source)} samples (names {names:08x}), {batch}, step {state['step'] if state else 0}",
+        seconds=config.timeout,
+    )
 
     join(world, config.timeout)
     use_kernels(config, world)
-    factor = 2 ** (len(frozen.vae.config.block_out_channels) - 1)
-    latent = (spec.latent_channels, config.resolution // factor, config.resolution // factor)
+    latent = (spec.latent_channels, config.resolution // spec.vae_factor, config.resolution // spec.vae_factor)
     samples = data.Samples(source, frozen.tokenizers, config, latent, len(schedule), indices)
-    held = data.held_out_samples(held_source, held_indices, frozen.tokenizers, config, latent, len(schedule)) if config.val_every else None
+    held = (
+        data.held_out_samples(held_source, held_indices, frozen.tokenizers, config, latent, len(schedule))
+        if config.val_every
+        else None
+    )
     if config.activations == "checkpoint":
         unet.enable_gradient_checkpointing()
     if config.compile:
@@ -666,7 +711,7 @@ def main(world: World) -> None:
         train(run, samples, held, rows, frozen, spec, prompts, out)
     elif world.rank == 0:
         print(f"already complete: {out} has all {config.steps} steps")
-    if world.stop.is_set():
+    if run.position.step < config.steps:
         if world.rank == 0:
             print(f"stopped after step {run.position.step}{', saved' if config.save_every else ''}: {out}")
         return
@@ -677,7 +722,9 @@ def main(world: World) -> None:
         print(f"done: {out}", flush=True)
 
 
-def train(run: Run, samples: data.Samples, held: data.Samples | None, rows: Rows | None, frozen, spec, prompts, out: Path) -> None:
+def train(
+    run: Run, samples: data.Samples, held: data.Samples | None, rows: Rows | None, frozen, spec, prompts, out: Path
+) -> None:
     """The loop: step, report, and at their times save and draw; ends early, on all ranks alike, when one was told to stop."""
     config, world = run.config, run.world
     warm_up(run, samples)
@@ -696,7 +743,9 @@ def train(run: Run, samples: data.Samples, held: data.Samples | None, rows: Rows
         step, last = run.position.step, run.position.step == config.steps
         ending = run.stopping
         saving = config.save_every and (step % config.save_every == 0 or last or ending)
-        drawing = not ending and (step % config.sample_every == 0 if config.sample_every else last and config.sample_every is None)
+        drawing = not ending and (
+            step % config.sample_every == 0 if config.sample_every else last and config.sample_every is None
+        )
         validating = config.val_every and step % config.val_every == 0
         if saving or drawing or validating or last or ending:
             finish_step(run, settle(run), rows, progress, held)  # nothing may be pending now

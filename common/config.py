@@ -52,7 +52,9 @@ class Config:
 
     preset: str = _flag("tiny", "architecture with seeded weights", choices=tuple(PRESETS))
     model: str | None = _flag(None, "pretrained diffusers pipeline folder, instead of --preset", metavar="DIR")
-    data: str = _flag("shapes", "'shapes', or a folder of images with metadata.jsonl or NAME.txt captions", metavar="PATH")
+    data: str = _flag(
+        "shapes", "'shapes', or a folder of images with metadata.jsonl or NAME.txt captions", metavar="PATH"
+    )
     resolution: int | None = _flag(None, "side of the training square in pixels (default: the preset's)", metavar="N")
     crop: str = _flag("center", "which square of an oblong picture", choices=("center", "random"))
     flip: float = _flag(0.0, "probability of a horizontal flip", metavar="P")
@@ -60,11 +62,15 @@ class Config:
     micro_batch: int | None = _flag(None, "samples a replica runs at once (default 8)", metavar="M")
     accum: int | None = _flag(None, "micro-batches per optimizer step (default 1)", metavar="A")
     global_batch: int | None = _flag(None, "M x A x replicas; any two of the three determine the third", metavar="G")
-    steps: int | None = _flag(None, "optimizer steps in total, resumed ones included (default: the preset's)", metavar="N")
+    steps: int | None = _flag(
+        None, "optimizer steps in total, resumed ones included (default: the preset's)", metavar="N"
+    )
 
     optimizer: str = _flag("adamw", "adamw or plain SGD", choices=("adamw", "sgd"))
     lr: float | None = _flag(
-        None, "learning rate (default 1e-5; tiny: its whole recipe, given up when --lr or --optimizer is given)", metavar="X"
+        None,
+        "learning rate (default 1e-5; tiny: its whole recipe, given up when --lr or --optimizer is given)",
+        metavar="X",
     )
     lr_schedule: str | None = _flag(
         None, "per optimizer step, whatever the world size", choices=("constant", "linear", "cosine")
@@ -75,9 +81,13 @@ class Config:
     clip: float = _flag(1.0, "largest global gradient norm, 0 for no clipping", metavar="X")
 
     precision: str | None = _flag(
-        None, "of the computation; weights stay fp32 (default: bf16 on GPU, fp32 on CPU)", choices=("fp32", "bf16", "fp16")
+        None,
+        "of the computation; weights stay fp32 (default: bf16 on GPU, fp32 on CPU)",
+        choices=("fp32", "bf16", "fp16"),
     )
-    activations: str = _flag("keep", "keep them for the backward pass, or recompute them", choices=("keep", "checkpoint"))
+    activations: str = _flag(
+        "keep", "keep them for the backward pass, or recompute them", choices=("keep", "checkpoint")
+    )
     compile: bool = _flag(False, "torch.compile the resnets and transformer blocks one by one")
     attention: str = _flag("auto", "kernel of scaled_dot_product_attention", choices=("auto", "cudnn", "flash", "math"))
     deterministic: bool = _flag(False, "deterministic algorithms only; slower")
@@ -91,7 +101,9 @@ class Config:
         None, "what the UNet predicts (default: the model's scheduler)", choices=("epsilon", "v_prediction")
     )
     zero_snr: bool = _flag(False, "rescale the noise schedule to zero terminal SNR (needs v_prediction)")
-    snr_gamma: float | None = _flag(None, "min-SNR-gamma loss weights; the paper's value is 5 (default off)", metavar="G")
+    snr_gamma: float | None = _flag(
+        None, "min-SNR-gamma loss weights; the paper's value is 5 (default off)", metavar="G"
+    )
     noise_offset: float = _flag(0.0, "strength of a constant added to each channel's noise", metavar="X")
     caption_dropout: float | None = _flag(None, "probability of the empty caption (default 0)", metavar="P")
 
@@ -103,8 +115,12 @@ class Config:
     time_limit: float | None = _flag(None, "end as after SIGTERM: finish the step, save, exit", metavar="MINUTES")
 
     val_every: int = _flag(0, "steps between losses on held-out samples, 0 for never", metavar="N")
-    sample_every: int | None = _flag(None, "steps between sample grids, 0 for none at all (default: at the end)", metavar="N")
-    prompts: str | None = _flag(None, "prompts of the sample grid, one per line (default: from the data)", metavar="FILE")
+    sample_every: int | None = _flag(
+        None, "steps between sample grids, 0 for none at all (default: at the end)", metavar="N"
+    )
+    prompts: str | None = _flag(
+        None, "prompts of the sample grid, one per line (default: from the data)", metavar="FILE"
+    )
     log_every: int = _flag(50, "steps between lines when the output is not a terminal", metavar="N")
     log_samples: bool = _flag(False, "write samples.rank*.jsonl: who trained on what, with digests")
     dry_run: bool = _flag(False, "print the plan and exit")
@@ -130,9 +146,16 @@ def parse(script: str, argv: list[str], rank: int = 0) -> Config:
             parser.add_argument(name, action="store_true", help=f.metadata["help"])
             continue
         kind = {int: int, float: float}.get(f.type) or {int | None: int, float | None: float}.get(f.type, str)
-        text = f.metadata["help"] + ("" if f.default is None or "default" in f.metadata["help"] else f" (default {f.default})")
+        text = f.metadata["help"] + (
+            "" if f.default is None or "default" in f.metadata["help"] else f" (default {f.default})"
+        )
         parser.add_argument(
-            name, type=kind, default=f.default, help=text, choices=f.metadata.get("choices"), metavar=f.metadata.get("metavar")
+            name,
+            type=kind,
+            default=f.default,
+            help=text,
+            choices=f.metadata.get("choices"),
+            metavar=f.metadata.get("metavar"),
         )
     given = vars(parser.parse_args(argv))
     if given.pop("help"):
@@ -238,7 +261,11 @@ class Batch:
 
 
 def plan_batch(
-    micro_batch: int | None, accum: int | None, global_batch: int | None, replicas: int, default: tuple[int, int] = (8, 1)
+    micro_batch: int | None,
+    accum: int | None,
+    global_batch: int | None,
+    replicas: int,
+    default: tuple[int, int] = (8, 1),
 ) -> Batch:
     """Solve G = M x A x replicas for what was not given; `default` is (M, A).
 
@@ -253,7 +280,9 @@ def plan_batch(
         product = " x ".join([*factors, f"{replicas} replicas"])
         low, high = global_batch // unit * unit, (global_batch // unit + 1) * unit
         use = f"{unit}" if micro_batch and accum else " or ".join(str(v) for v in (low, high) if v)
-        raise UsageError(f"--global-batch {global_batch} cannot be split: {product} = {unit} samples per round. Use {use}.")
+        raise UsageError(
+            f"--global-batch {global_batch} cannot be split: {product} = {unit} samples per round. Use {use}."
+        )
     share = global_batch // unit  # what is left for the factors that were not given
     if micro_batch:
         return Batch(micro_batch, accum or share, replicas)
@@ -294,7 +323,7 @@ NEUTRAL = frozenset(
     "log_samples dry_run activations compile attention deterministic time_limit".split()
 )
 # Flags under which the weights of a checkpoint mean something else.
-BOUND = ("preset", "model", "prediction", "zero_snr", "optimizer")
+BOUND = ("preset", "prediction", "zero_snr", "optimizer")
 
 
 def changed_flags(before: dict, config: Config) -> list[str]:

@@ -90,7 +90,14 @@ class MicroBatches:
     """
 
     def __init__(self, count: int, batch: Batch, seed: int, replica: int, position: Position, steps: int):
-        self.count, self.batch, self.seed, self.replica, self.position, self.steps = count, batch, seed, replica, position, steps
+        self.count, self.batch, self.seed, self.replica, self.position, self.steps = (
+            count,
+            batch,
+            seed,
+            replica,
+            position,
+            steps,
+        )
 
     def __len__(self) -> int:
         return max(0, self.steps - self.position.step) * self.batch.accum
@@ -256,7 +263,12 @@ HELD_OUT_CARDS = 64  # held-out pairs of picture and timestep, at least
 
 
 def held_out_samples(
-    source: Source, indices: np.ndarray, tokenizers: list, config: Config, latent: tuple[int, int, int], num_timesteps: int
+    source: Source,
+    indices: np.ndarray,
+    tokenizers: list,
+    config: Config,
+    latent: tuple[int, int, int],
+    num_timesteps: int,
 ) -> Samples:
     """Samples for the held-out loss: (round, index) has a fixed timestep, and the rounds together cover the schedule evenly.
 
@@ -274,7 +286,9 @@ def prompts_of(config: Config, source: Source, count: int = 24) -> list[str]:
         try:
             lines = Path(config.prompts).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--prompts {config.prompts}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}") from None
+            raise UsageError(
+                f"--prompts {config.prompts}: {getattr(error, 'strerror', None) or 'is not UTF-8 text'}"
+            ) from None
         if not (prompts := [line.strip() for line in lines if line.strip()]):
             raise UsageError(f"--prompts {config.prompts}: has no prompt; write one per line")
         return prompts

@@ -26,7 +26,9 @@ def betas_of(scheduler: dict) -> torch.Tensor:
     if kind == "squaredcos_cap_v2":  # Nichol & Dhariwal 2021, eq. 17
         bar = [math.cos((i / steps + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(steps + 1)]
         return torch.tensor([min(1 - bar[i + 1] / bar[i], 0.999) for i in range(steps)], dtype=torch.float32)
-    raise UsageError(f"beta_schedule {kind} of the model's scheduler is not known: use linear, scaled_linear or squaredcos_cap_v2")
+    raise UsageError(
+        f"beta_schedule {kind} of the model's scheduler is not known: use linear, scaled_linear or squaredcos_cap_v2"
+    )
 
 
 def zero_terminal_snr(betas: torch.Tensor) -> torch.Tensor:
@@ -61,9 +63,11 @@ class NoiseSchedule:
                 "the noise (epsilon) teaches nothing there"
             )
         if prediction not in ("epsilon", "v_prediction"):
-            raise UsageError(f"prediction_type {prediction} of the model's scheduler is not trained here: use --prediction epsilon or v_prediction")
+            raise UsageError(
+                f"prediction_type {prediction} of the model's scheduler is not trained here: use --prediction epsilon or v_prediction"
+            )
         betas = betas_of(scheduler)
-        if zero_snr or scheduler.get("rescale_betas_zero_snr"):
+        if zero_snr:
             betas = zero_terminal_snr(betas)
         bar = (1 - betas).cumprod(0)
         self.prediction, self.snr_gamma = prediction, snr_gamma

@@ -83,8 +83,12 @@ VAES["sdxl-10b"] = VAES["sdxl"]
 _CLIP_L = dict(hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12, projection_dim=768,
                bos_token_id=0, eos_token_id=2, pad_token_id=1)  # fmt: skip
 _OPEN_CLIP = dict(hidden_act="gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1)
-_CLIP_H = _OPEN_CLIP | dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_hidden_layers=23, projection_dim=512)
-_CLIP_G = _OPEN_CLIP | dict(hidden_size=1280, intermediate_size=5120, num_attention_heads=20, num_hidden_layers=32, projection_dim=1280)
+_CLIP_H = _OPEN_CLIP | dict(
+    hidden_size=1024, intermediate_size=4096, num_attention_heads=16, num_hidden_layers=23, projection_dim=512
+)
+_CLIP_G = _OPEN_CLIP | dict(
+    hidden_size=1280, intermediate_size=5120, num_attention_heads=20, num_hidden_layers=32, projection_dim=1280
+)
 TEXT_ENCODERS = {
     "sd15": [(CLIPTextModel, _CLIP_L)],
     "sd21": [(CLIPTextModel, _CLIP_H)],
@@ -147,7 +151,9 @@ class WeightFile:
         if index.is_file():
             files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
         elif not (files := [f for f in files if f.is_file()][:1]):
-            raise UsageError(f"--model: {folder} has no {stem}.safetensors (other formats can be converted with diffusers)")
+            raise UsageError(
+                f"--model: {folder} has no {stem}.safetensors (other formats can be converted with diffusers)"
+            )
         for file in files:
             try:
                 self._open[file] = safetensors.safe_open(file, framework="pt")
@@ -195,6 +201,7 @@ class ModelSpec:
     scheduler: dict
     folder: Path | None  # the diffusers folder, None for seeded weights
     is_xl: bool
+    vae_factor: int  # pixels per latent, along a side
 
     @property
     def latent_channels(self) -> int:
@@ -220,7 +227,14 @@ class Frozen:
 def spec_of(config: Config) -> ModelSpec:
     """Read the configuration of --model or --preset. Raises UsageError for a folder that is not a Stable Diffusion pipeline."""
     if config.model is None and config.preset != "tiny":
-        return ModelSpec(config.preset, _full_config(UNETS[config.preset]), dict(SCHEDULER), None, config.preset.startswith("sdxl"))
+        return ModelSpec(
+            config.preset,
+            _full_config(UNETS[config.preset]),
+            dict(SCHEDULER),
+            None,
+            config.preset.startswith("sdxl"),
+            8,
+        )
     folder = TINY if config.model is None else Path(config.model)
     if config.model is not None:
         _check_folder(folder)
@@ -231,8 +245,10 @@ def spec_of(config: Config) -> ModelSpec:
             f"--model {folder}: its UNet takes {unet['in_channels']} channels and gives {unet['out_channels']} (inpainting, "
             "editing); only text-to-image is trained here"
         )
-    return ModelSpec("tiny" if config.model is None else str(folder), _full_config(unet), scheduler, folder,
-                  unet.get("addition_embed_type") == "text_time")  # fmt: skip
+    factor = 2 ** (len(_read_json(folder / "vae" / "config.json").get("block_out_channels", (64,))) - 1)
+    name = "tiny" if config.model is None else str(folder)
+    is_xl = unet.get("addition_embed_type") == "text_time"
+    return ModelSpec(name, _full_config(unet), scheduler, folder, is_xl, factor)
 
 
 def _full_config(unet: dict) -> dict:
@@ -243,8 +259,16 @@ def _full_config(unet: dict) -> dict:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise UsageError(f"--model {folder}: no such folder; give a diffusers pipeline folder, with model_index.json in it")
-    needed = ("unet/config.json", "vae/config.json", "text_encoder/config.json", "tokenizer", "scheduler/scheduler_config.json")
+        raise UsageError(
+            f"--model {folder}: no such folder; give a diffusers pipeline folder, with model_index.json in it"
+        )
+    needed = (
+        "unet/config.json",
+        "vae/config.json",
+        "text_encoder/config.json",
+        "tokenizer",
+        "scheduler/scheduler_config.json",
+    )
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
         raise UsageError(f"--model {folder}: not a Stable Diffusion pipeline folder, {', '.join(missing)} not found")
@@ -283,13 +307,17 @@ def build_frozen(spec: ModelSpec, seed: int) -> Frozen:
             _materialise(part)
             seed_weights(part, seed, name)
         vae, *encoders = parts.values()
-        tokenizers = [CLIPTokenizer.from_pretrained(TINY / "tokenizer") for _ in encoders]  # its ids fit any CLIP vocabulary
+        tokenizers = [
+            CLIPTokenizer.from_pretrained(TINY / "tokenizer") for _ in encoders
+        ]  # its ids fit any CLIP vocabulary
     else:
         folder, names = spec.folder, ["", "_2"] if spec.is_xl else [""]
         try:
             vae = AutoencoderKL.from_pretrained(folder / "vae", torch_dtype=torch.float32, low_cpu_mem_usage=False)
             encoders = [
-                (CLIPTextModelWithProjection if n else CLIPTextModel).from_pretrained(folder / f"text_encoder{n}", dtype=torch.float32)
+                (CLIPTextModelWithProjection if n else CLIPTextModel).from_pretrained(
+                    folder / f"text_encoder{n}", dtype=torch.float32
+                )
                 for n in names
             ]
             tokenizers = [CLIPTokenizer.from_pretrained(folder / f"tokenizer{n}") for n in names]
@@ -331,16 +359,22 @@ def choose_attention(kind: str) -> None:
 
 
 # ── What a run leaves behind ─────────────────────────────────────────────────────────────────────────────────────────
-def pipeline_of(spec: ModelSpec, frozen: Frozen, unet: UNet2DConditionModel, prediction: str, zero_snr: bool) -> DiffusionPipeline:
+def pipeline_of(
+    spec: ModelSpec, frozen: Frozen, unet: UNet2DConditionModel, prediction: str, zero_snr: bool
+) -> DiffusionPipeline:
     """The diffusers pipeline around `unet`; its scheduler samples the way the UNet was trained."""
     parts = dict(
         vae=frozen.vae, text_encoder=frozen.text_encoders[0], tokenizer=frozen.tokenizers[0], unet=unet,
         scheduler=_sampler(spec, prediction, zero_snr),
     )  # fmt: skip
     if spec.is_xl:
-        pipe = StableDiffusionXLPipeline(**parts, text_encoder_2=frozen.text_encoders[1], tokenizer_2=frozen.tokenizers[1])
+        pipe = StableDiffusionXLPipeline(
+            **parts, text_encoder_2=frozen.text_encoders[1], tokenizer_2=frozen.tokenizers[1]
+        )
     else:
-        pipe = StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+        pipe = StableDiffusionPipeline(
+            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -368,7 +402,9 @@ def export(
     """
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
-    pipeline_of(spec, build_frozen(spec, seed), _unet_around(spec, weights), prediction, zero_snr).save_pretrained(aside)
+    pipeline_of(spec, build_frozen(spec, seed), _unet_around(spec, weights), prediction, zero_snr).save_pretrained(
+        aside
+    )
     if raw is not None:
         _unet_around(spec, raw).save_pretrained(aside / "unet_raw")
     if folder.exists():

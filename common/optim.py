@@ -21,7 +21,9 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Config) -
     return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 
-def apply_step(optimizer: torch.optim.Optimizer, lr: float, gradient_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+def apply_step(
+    optimizer: torch.optim.Optimizer, lr: float, gradient_scale: torch.Tensor, found_inf: torch.Tensor
+) -> None:
     """One step with gradients divided by `gradient_scale`, or none at all where `found_inf` is 1; both are 0-dim on the device.
 
     The two attributes are how torch.amp.GradScaler speaks to a fused optimizer; the division costs no pass of its own.
@@ -111,7 +113,9 @@ class EMA:
             self.average[name].copy_(kept)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, torch.Tensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, torch.Tensor]:
     """The optimizer's state as 'exp_avg.NAME' -> tensor, live: loading into these tensors restores it.
 
     A fresh optimizer has no state until its first step, so it is made here; asking torch for the state dict of a fresh

@@ -16,7 +16,12 @@ def parameter_count(spec: ModelSpec) -> int:
 
 def replicated_bytes(parameters: int, config: Config) -> dict[str, int]:
     """Memory per rank of what DDP keeps whole, in bytes: everything is float32."""
-    kept = {"weights": 4, "gradients": 4, "optimizer": 8 if config.optimizer == "adamw" else 0, "ema": 4 if config.ema else 0}
+    kept = {
+        "weights": 4,
+        "gradients": 4,
+        "optimizer": 8 if config.optimizer == "adamw" else 0,
+        "ema": 4 if config.ema else 0,
+    }
     return {what: size * parameters for what, size in kept.items() if size}
 
 

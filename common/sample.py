@@ -16,7 +16,13 @@ def starting_noise(seed: int, index: int, shape: tuple[int, int, int]) -> torch.
 
 @torch.no_grad()
 def draw(
-    pipe: DiffusionPipeline, prompts: list[str], indices: list[int], seed: int, guidance: float, resolution: int, batch: int = 24
+    pipe: DiffusionPipeline,
+    prompts: list[str],
+    indices: list[int],
+    seed: int,
+    guidance: float,
+    resolution: int,
+    batch: int = 24,
 ) -> Iterator[np.ndarray]:
     """One picture [R, R, 3] uint8 for each of `indices` into `prompts`."""
     factor = pipe.vae_scale_factor

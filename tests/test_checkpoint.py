@@ -38,7 +38,14 @@ def test_pruning_keeps_the_newest_and_touches_nothing_else(out):
     (out / "checkpoint-400").rmdir()
     checkpoint.prune(out, 1)
     left = {p.name for p in out.iterdir()}
-    assert left == {"checkpoint-100", "checkpoint-200.tmp", "checkpoint-150.partial", "checkpoint-abc", "checkpoint-300", "my-checkpoint-500"}
+    assert left == {
+        "checkpoint-100",
+        "checkpoint-200.tmp",
+        "checkpoint-150.partial",
+        "checkpoint-abc",
+        "checkpoint-300",
+        "my-checkpoint-500",
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,9 @@ def test_pruning_keeps_the_newest_and_touches_nothing_else(out):
 def test_damage_is_named_and_latest_takes_the_one_before(out, name, damage, said):
     file = out / "checkpoint-100" / name
     content = file.read_bytes()
-    file.unlink() if damage == "gone" else file.write_bytes(b"" if damage == "empty" else content[: len(content) * 6 // 10])
+    file.unlink() if damage == "gone" else file.write_bytes(
+        b"" if damage == "empty" else content[: len(content) * 6 // 10]
+    )
     with pytest.raises(UsageError, match=f"checkpoint-100.*{said}"):
         checkpoint.find(out, str(out / "checkpoint-100"))
     assert checkpoint.find(out, "latest")[0].name == "checkpoint-10"

@@ -5,7 +5,17 @@ import itertools
 
 import pytest
 
-from common.config import PRESETS, Config, batch_of, changed_flags, flags_of, learning_rate, parse, plan_batch, with_recipe
+from common.config import (
+    PRESETS,
+    Config,
+    batch_of,
+    changed_flags,
+    flags_of,
+    learning_rate,
+    parse,
+    plan_batch,
+    with_recipe,
+)
 from common.errors import UsageError
 
 
@@ -25,7 +35,12 @@ def test_a_global_batch_alone_uses_no_more_memory_than_the_default(share, replic
 
 @pytest.mark.parametrize(
     "given, replicas, words",
-    [((4, None, 30), 8, "Use 32"), ((4, 2, 10), 2, "Use 16"), ((None, None, 31), 2, "30 or 32"), ((None, None, 1), 4, "Use 4")],
+    [
+        ((4, None, 30), 8, "Use 32"),
+        ((4, 2, 10), 2, "Use 16"),
+        ((None, None, 31), 2, "30 or 32"),
+        ((None, None, 1), 4, "Use 4"),
+    ],
 )
 def test_a_remainder_shows_the_product_and_values_that_work(given, replicas, words):
     with pytest.raises(UsageError, match=f"--global-batch {given[2]} .*{replicas} replicas.*{words}"):
@@ -86,7 +101,9 @@ def test_a_recipe_is_taken_whole_or_not_at_all():
         assert batch_of(parse("ddp", argv), 2).global_batch == 16
 
 
-@pytest.mark.parametrize("schedule, warmup, steps", itertools.product(["constant", "linear", "cosine"], [0, 1, 4], [5, 20]))
+@pytest.mark.parametrize(
+    "schedule, warmup, steps", itertools.product(["constant", "linear", "cosine"], [0, 1, 4], [5, 20])
+)
 def test_the_rate_rises_through_the_warm_up_and_ends_with_the_run(schedule, warmup, steps):
     config = dataclasses.replace(Config(), lr=1.0, lr_schedule=schedule, warmup=warmup, steps=steps)
     rates = [learning_rate(k, config, replicas=4) for k in range(steps)]
@@ -104,4 +121,6 @@ def test_a_resume_lists_what_changes_and_refuses_what_cannot():
     assert changed_flags(before, with_recipe(dataclasses.replace(Config(), workers=3, out="x"))) == []
     assert changed_flags(before, dataclasses.replace(with_recipe(Config()), clip=0.5)) == ["--clip 0.5 (was 1.0)"]
     with pytest.raises(UsageError, match="--prediction epsilon.*v_prediction"):
-        changed_flags(before | {"prediction": "v_prediction"}, dataclasses.replace(with_recipe(Config()), prediction="epsilon"))
+        changed_flags(
+            before | {"prediction": "v_prediction"}, dataclasses.replace(with_recipe(Config()), prediction="epsilon")
+        )

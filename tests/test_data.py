@@ -15,7 +15,8 @@ from common.data import EMPTY, Position
 SIZES = [(1, 1), (3, 8), (10, 4), (16, 4), (17, 5), (100, 24), (101, 7)]  # samples, global batch
 
 
-def walk(count, batch, steps, position=Position()):
+def walk(count, batch, steps, position=None):
+    position = position or Position()
     for _ in range(steps):
         yield position, data.slots_of(position, count, batch, seed=3)
         position = data.advance(position, count, batch)
@@ -129,7 +130,9 @@ def test_held_out_pictures_are_not_trained_and_stay_when_others_come():
 
 def test_held_out_timesteps_cover_the_schedule_and_ignore_the_seed(frozen):
     made = [
-        data.held_out_samples(data.Shapes(64), np.arange(64), frozen.tokenizers, samples(frozen, seed=s).config, (4, 8, 8), 1000)
+        data.held_out_samples(
+            data.Shapes(64), np.arange(64), frozen.tokenizers, samples(frozen, seed=s).config, (4, 8, 8), 1000
+        )
         for s in (0, 7)
     ]
     t = np.sort(made[0].timesteps)

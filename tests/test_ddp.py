@@ -132,7 +132,19 @@ def test_the_export_is_a_pipeline_that_draws(straight):
 
 
 def test_the_rate_is_the_same_for_every_split_and_ends_with_the_run(runs):
-    flags = ("--lr", "1e-3", "--lr-schedule", "cosine", "--warmup", "2", "--steps", "6", "--sample-every", "0", "--no-export")
+    flags = (
+        "--lr",
+        "1e-3",
+        "--lr-schedule",
+        "cosine",
+        "--warmup",
+        "2",
+        "--steps",
+        "6",
+        "--sample-every",
+        "0",
+        "--no-export",
+    )
     trained(1, *flags, "--micro-batch", "2", "--out", runs / "rate-1", cwd=runs)
     trained(2, *flags, "--micro-batch", "1", "--accum", "3", "--out", runs / "rate-2", cwd=runs)
     one, two = ([r["lr"] for r in rows(runs / f"rate-{n}")] for n in (1, 2))
@@ -161,12 +173,27 @@ def folder(tmp_path_factory):
         pixels = np.random.default_rng(i).integers(0, 255, (8, 12, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((96, 64)).save(path / f"{i}.png")
     (path / "7.png").write_bytes((path / "7.png").read_bytes()[:-2000])
-    (path / "metadata.jsonl").write_text("".join(json.dumps({"file_name": f"{i}.png", "text": f"picture {i}"}) + "\n" for i in range(10)))
+    (path / "metadata.jsonl").write_text(
+        "".join(json.dumps({"file_name": f"{i}.png", "text": f"picture {i}"}) + "\n" for i in range(10))
+    )
     return path
 
 
 def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, folder):
-    flags = ("--data", folder, "--optimizer", "sgd", "--lr", "0.05", "--global-batch", "4", "--steps", "6", "--sample-every", "0")
+    flags = (
+        "--data",
+        folder,
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "0.05",
+        "--global-batch",
+        "4",
+        "--steps",
+        "6",
+        "--sample-every",
+        "0",
+    )
     one = trained(1, *flags, "--micro-batch", "4", "--log-samples", "--out", runs / "folder-1", cwd=runs)
     two = trained(2, *flags, "--micro-batch", "1", "--workers", "2", "--out", runs / "folder-2", cwd=runs)
     assert_same_curve(runs / "folder-1", runs / "folder-2")
@@ -179,7 +206,21 @@ def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, folde
 
 def test_one_picture_on_three_ranks_trains(runs, tmp_path):
     Image.new("RGB", (64, 64), "red").save(tmp_path / "only.png")
-    trained(3, "--data", tmp_path, "--steps", "2", "--lr", "1e-3", "--sample-every", "0", "--no-export", "--out", runs / "only", cwd=runs)
+    trained(
+        3,
+        "--data",
+        tmp_path,
+        "--steps",
+        "2",
+        "--lr",
+        "1e-3",
+        "--sample-every",
+        "0",
+        "--no-export",
+        "--out",
+        runs / "only",
+        cwd=runs,
+    )
     assert [r["samples"] for r in rows(runs / "only")] == [1, 2]
 
 

@@ -106,7 +106,9 @@ def test_latents_that_overflow_end_the_run_with_the_pictures_name(tmp_path):
     unet = models.build_unet(spec, 0, torch.device("cpu"))
     models.export(tmp_path / "model", spec, 0, unet.state_dict(), None, "v_prediction", False)
     file = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
-    save_file({n: t * float("inf") if n.startswith("encoder.conv_out") else t for n, t in load_file(file).items()}, file)
+    save_file(
+        {n: t * float("inf") if n.startswith("encoder.conv_out") else t for n, t in load_file(file).items()}, file
+    )
     ended = train(2, "--model", tmp_path / "model", "--resolution", "64", *BRIEF, "--steps", "3", cwd=tmp_path)
     refused(ended, "shapes/", "not finite")
 
@@ -118,5 +120,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_and_a_broken_checkpoint_is
     refused(train(1, *BRIEF, "--steps", "2", "--out", run, cwd=tmp_path), "already holds a run", "--resume latest")
     shutil.copytree(run / "checkpoint-2", tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-2" / "__0_0.distcp").unlink()
-    refused(train(1, *BRIEF, "--resume", tmp_path / "checkpoint-2", cwd=tmp_path), "checkpoint-2", "__0_0.distcp is missing")
-    refused(train(1, "--resume", run / "checkpoint-2", "--prediction", "epsilon", cwd=tmp_path), "--prediction", "v_prediction")
+    refused(
+        train(1, *BRIEF, "--resume", tmp_path / "checkpoint-2", cwd=tmp_path), "checkpoint-2", "__0_0.distcp is missing"
+    )
+    refused(
+        train(1, "--resume", run / "checkpoint-2", "--prediction", "epsilon", cwd=tmp_path),
+        "--prediction",
+        "v_prediction",
+    )

@@ -31,7 +31,9 @@ def test_a_step_that_found_inf_changes_nothing(kind):
     net, optimizer = network(kind)
     give_gradient(net)
     apply_step(optimizer, 0.1, ONE, ZERO)
-    before = [p.clone() for p in net.parameters()] + [t.clone() for t in optimizer_tensors(optimizer, net.named_parameters()).values()]
+    before = [p.clone() for p in net.parameters()] + [
+        t.clone() for t in optimizer_tensors(optimizer, net.named_parameters()).values()
+    ]
     give_gradient(net)
     net.weight.grad[0, 0] = float("nan")
     apply_step(optimizer, 0.1, ONE, ONE)

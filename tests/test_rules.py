@@ -103,6 +103,8 @@ def test_helpers_are_the_same_text_in_all_scripts():
     texts = []
     for path in FILES:
         source = path.read_text()
-        functions = {n.name: ast.get_source_segment(source, n) for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+        functions = {
+            n.name: ast.get_source_segment(source, n) for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)
+        }
         texts.append([functions[name] for name in HELPERS])
     assert all(text == texts[0] for text in texts)
