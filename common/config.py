@@ -28,13 +28,14 @@ class Preset:
     caption_dropout: float = 0.0
     global_batch: int | None = None
     guidance: float = 7.5
+    beta2: float = 0.999
 
 
 # The recipe of `tiny` is a whole: high rate, warm-up, cosine and EMA belong together (the README has what it reaches).
 # The others start from pretrained weights as a rule.
-#                      side   steps    lr    schedule  warm-up   ema  dropout  batch  guidance
+#                      side   steps    lr    schedule  warm-up   ema  dropout  batch  guidance  beta2
 PRESETS = {
-    "tiny":     Preset(  64,    600,  4e-3, "cosine",      50,  0.99,     0.1,    64,     2.0),
+    "tiny":     Preset(  64,    700,  4e-3, "cosine",      50,  0.99,     0.1,    64,     2.0,   0.99),
     "sd15":     Preset( 512,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     7.5),
     "sd21":     Preset( 512,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     7.5),
     "sdxl":     Preset(1024,  10000,  1e-5, "constant",     0, 0.0,       0.0,  None,     5.0),
@@ -78,6 +79,7 @@ class Config:
     warmup: int | None = _flag(None, "steps over which the rate rises linearly (default 0)", metavar="N")
     scale_lr: bool = _flag(False, "multiply the rate by the number of replicas")
     weight_decay: float = _flag(1e-2, "decoupled in AdamW, L2 in SGD", metavar="X")
+    adam_beta2: float | None = _flag(None, "decay of AdamW's squared gradients (default 0.999)", metavar="X")
     clip: float = _flag(1.0, "largest global gradient norm, 0 for no clipping", metavar="X")
 
     precision: str | None = _flag(
@@ -199,6 +201,8 @@ def check(config: Config, argv: list[str] = ()) -> None:
             refuse(flag, "is a probability, from 0 to 1")
     if config.ema is not None and not 0 <= config.ema < 1:
         refuse("--ema", "is a decay from 0 (off) to below 1, 0.9999 for long runs")
+    if config.adam_beta2 is not None and not 0 <= config.adam_beta2 < 1:
+        refuse("--adam-beta2", "is a decay from 0 to below 1, for example 0.999")
     if config.snr_gamma is not None and config.snr_gamma <= 0:
         refuse("--snr-gamma", "must be above 0; the paper's value is 5")
     if config.timeout <= 0:
@@ -240,6 +244,7 @@ def with_recipe(config: Config) -> Config:
         # A run of a few steps, as in a trial, should not be all warm-up.
         warmup=given(config.warmup, min(recipe.warmup, steps // 10)),
         ema=given(config.ema, recipe.ema),
+        adam_beta2=given(config.adam_beta2, recipe.beta2),
         caption_dropout=given(config.caption_dropout, recipe.caption_dropout),
     )
 

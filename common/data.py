@@ -37,7 +37,7 @@ from common.shapes import Shapes
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive the fork of the workers
 
 EMPTY = -1  # the index of a slot that holds no sample
-SHAPES = 4096  # distinct pictures in an epoch of the embedded data set
+SHAPES = 2048  # distinct pictures in an epoch of the embedded data set
 
 
 class Source(Protocol):

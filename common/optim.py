@@ -18,7 +18,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: Config) -
     parameters = [p for _, p in named]
     if config.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
-    return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    betas = (0.9, 0.999 if config.adam_beta2 is None else config.adam_beta2)
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)
 
 
 def apply_step(
