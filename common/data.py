@@ -222,7 +222,7 @@ def _quiet_worker(_: int) -> None:
     """One thread each, or ranks x workers x cores threads fight. Signals are for the rank, which finishes its step: torchrun
     sends them to the whole process group. A worker ends when its rank asks, or dies."""
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -72,7 +72,7 @@ def rank_of(pid: int) -> str:
 
 def test_sigterm_finishes_the_step_and_a_resume_goes_on(tmp_path):
     run = tmp_path / "run"
-    process = start(2, *BRIEF, "--steps", "5000", "--save-every", "1000", "--workers", "1", "--out", run, cwd=tmp_path)
+    process = start(2, *BRIEF, "--steps", "5000", "--save-every", "1000", "--workers", "0", "--out", run, cwd=tmp_path)
     wait_for_row(run, 3)
     ranks = children(process.pid)
     os.kill(process.pid, signal.SIGTERM)
