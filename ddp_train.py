@@ -75,15 +75,14 @@ def find_world() -> World:
     env = {
         k: int(os.environ.get(k, v)) for k, v in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1).items()
     }
-    gpu = torch.cuda.is_available()
+    gpu, lone = torch.cuda.is_available(), env["WORLD_SIZE"] == 1  # a lone process needs no store that others reach
     world = World(
         rank=env["RANK"],
         local_rank=env["LOCAL_RANK"],
         world_size=env["WORLD_SIZE"],
         local_world_size=env["LOCAL_WORLD_SIZE"],
         device=torch.device("cuda", env["LOCAL_RANK"]) if gpu else torch.device("cpu"),  # never from RANK
-        # comm: store, connects to the one torchrun (or rank 0) serves; a lone process needs none
-        store=next(dist.rendezvous("env://"))[0] if env["WORLD_SIZE"] > 1 else dist.HashStore(),
+        store=dist.HashStore() if lone else next(dist.rendezvous("env://"))[0],  # comm: store, connects to torchrun's
     )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: world.stop.set())
@@ -222,9 +221,8 @@ def fail(world: World, error: BaseException) -> NoReturn:
             while time.monotonic() < end and not world.store.check(["failure"]):  # comm: store, poll
                 time.sleep(0.1)
         if lost and not world.store.check(["failure"]):  # comm: store, nobody has confessed, so somebody died
-            silent = [
-                r for r in range(world.world_size) if not world.store.check([f"lost/{r}"])
-            ]  # comm: store, who answers
+            answers = [world.store.check([f"lost/{r}"]) for r in range(world.world_size)]  # comm: store, who answers
+            silent = [r for r, answered in enumerate(answers) if not answered]
             who = f"rank {', '.join(map(str, silent))} died without a word (killed? out of host memory? see dmesg)"
             line = f"{world.at}: {who if silent else f'the ranks lost each other; a longer --timeout may help ({first_line(error)})'}"
         mine = f"{world.rank} {code}"
@@ -781,4 +779,4 @@ if __name__ == "__main__":
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         fail(this, error)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # comm: closes the connections, once, at the end

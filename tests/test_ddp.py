@@ -227,5 +227,5 @@ def test_one_picture_on_three_ranks_trains(runs, tmp_path):
 def test_the_plan_is_printed_and_nothing_is_left(tmp_path):
     ended = train(2, "--preset", "sdxl", "--dry-run", cwd=tmp_path)
     assert ended.rc == 0, ended.err
-    assert "2,567,463,684" in ended.out and ended.out.count("replicas ") == 1
+    assert "2,567,463,684" in ended.out and ended.out.count("model ") == 1
     assert not list(tmp_path.iterdir())

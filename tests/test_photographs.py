@@ -68,7 +68,9 @@ def test_training_on_photographs_learns_them(photographs, tmp_path):
 def test_the_vae_gives_back_the_light_and_dark_of_a_photograph(photographs):
     """`tiny`'s VAE knows the colours of shapes alone; where a photograph is light and dark still tells it from the others."""
     vae = models.build_frozen(models.spec_of(Config()), 0).vae
-    names = [n for n in CAPTIONS if (photographs / n).exists() and not n.startswith("hubble")]  # stars are too small for it
+    names = [
+        n for n in CAPTIONS if (photographs / n).exists() and not n.startswith("hubble")
+    ]  # stars are too small for it
     pixels = np.stack([fit(read_image(photographs / n), 64)[0] for n in names])
     x = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
     with torch.no_grad():
