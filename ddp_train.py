@@ -295,6 +295,7 @@ class Run:
     schedule: NoiseSchedule
     encode: Encoder
     count: int  # samples in an epoch
+    names: str  # digest of their names
     log_rows: Rows | None
     position: Position = Position()
     clock: float = 0.0  # when the last settled step ended
@@ -544,7 +545,7 @@ def save(run: Run, out: Path) -> None:
             "step": step, "done": run.done, "samples": run.samples, "position": dataclasses.asdict(run.position),
             "ema_updates": run.ema.updates if run.ema else None,
             "loss_scale": {k: v.item() for k, v in run.loss_scale.state_dict().items()},
-            "count": run.count, "global_batch": run.batch.global_batch, "config": dataclasses.asdict(run.config),
+            "count": run.count, "names": run.names, "global_batch": run.batch.global_batch, "config": dataclasses.asdict(run.config),
         })  # fmt: skip
         shutil.rmtree(checkpoint.path_of(out, step), ignore_errors=True)  # a damaged one of the same step
         aside.rename(checkpoint.path_of(out, step))
@@ -558,7 +559,7 @@ def load(run: Run, folder: Path, state: dict) -> None:
     if state["ema_updates"] is None:
         tensors = {n: t for n, t in tensors.items() if not n.startswith("ema.")}
     dcp.load(tensors, checkpoint_id=folder)  # comm: gather of plans; the tensors come from disk
-    run.done, run.samples, run.position = state["done"], state["samples"], Position(**state["position"])
+    run.done, run.samples = state["done"], state["samples"]
     run.loss_scale.load_state_dict(state["loss_scale"])
     if run.ema is not None:
         run.ema.updates = state["ema_updates"] or 0
@@ -668,10 +669,11 @@ def main(world: World) -> None:
     out, folder, state, notes = open_run(config, world, notes)
     frozen = models.build_frozen(spec, config.seed)
     unet = models.build_unet(spec, config.seed, world.device)
-    names = zlib.crc32("\n".join(source.name(i) for i in range(len(source))).encode("utf-8", "surrogateescape"))
+    all_names = "\n".join(source.name(i) for i in range(len(source)))
+    names = f"{zlib.crc32(all_names.encode('utf-8', 'surrogateescape')):08x}"
     all_ready(
         world,
-        f"{len(source)} samples (names {names:08x}), {batch}, step {state['step'] if state else 0}",
+        f"{len(source)} samples (names {names}), {batch}, step {state['step'] if state else 0}",
         seconds=config.timeout,
     )
 
@@ -695,10 +697,12 @@ def main(world: World) -> None:
         config, batch, world, unet, replicate(unet, config, world), build_optimizer(named, config),
         LossScale(config.precision == "fp16", world.device), EMA(named, config.ema) if config.ema else None,
         schedule.to(world.device), Encoder(frozen, spec.is_xl, world.device, remember=config.data == "shapes"),
-        len(samples), None,
+        len(samples), names, None,
     )  # fmt: skip
     if state is not None:
         load(run, folder, state)
+        run.position, more = data.position_after(state, run.count, run.names, batch.global_batch)
+        notes = [*notes, *more]
     if world.rank == 0:
         begin(run, out, notes, spec)
     already_complete = run.position.step >= config.steps

@@ -72,6 +72,22 @@ def advance(position: Position, count: int, global_batch: int) -> Position:
     return replace(position, step=position.step + 1, offset=offset)
 
 
+def position_after(state: dict, count: int, names: str, global_batch: int) -> tuple[Position, list[str]]:
+    """Where a resumed run goes on, and what to say of it; `state` is the checkpoint's, `names` a digest of the sample names.
+
+    An epoch of other samples has another order, so the old place in it means nothing: the next epoch begins instead.
+    """
+    position, notes = Position(**state["position"]), []
+    if state["global_batch"] != global_batch:
+        notes.append(f"resuming with a global batch of {global_batch} (was {state['global_batch']})")
+    if (state["count"], state["names"]) != (count, names):
+        notes.append(f"--data is not what it was: {count} samples (were {state['count']}), or other names")
+        if position.offset:
+            position = replace(position, epoch=position.epoch + 1, offset=0)
+            notes.append(f"epoch {position.epoch} begins, the rest of the one before is left out")
+    return position, notes
+
+
 def slots_of(position: Position, count: int, global_batch: int, seed: int) -> np.ndarray:
     """Sample indices of the step that starts at `position`, [global_batch] int64, EMPTY where the epoch has run out."""
     order = epoch_order(count, seed, position.epoch)[position.offset : position.offset + global_batch]

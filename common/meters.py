@@ -54,7 +54,8 @@ class Progress:
         if not self.shown:
             return
         text = f"loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}  lr {row['lr']:.2e}  {row['samples_per_s']:.1f} samples/s"
-        text += "  SKIPPED (non-finite gradient)" if row["skipped"] else ""
+        empty = math.isnan(row["loss"]) and math.isnan(row["grad_norm"]) and row["samples_per_s"] == 0
+        text += f"  SKIPPED ({'no readable sample' if empty else 'non-finite gradient'})" if row["skipped"] else ""
         text += f"  val {row['val_loss']:.4f}" if "val_loss" in row else ""
         if self.bar is not None:
             self.bar.set_postfix_str(text)

@@ -218,9 +218,10 @@ class Frozen:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Frozen":
         """The VAE never goes to fp16: SDXL's overflows there, and its latents become NaN (it is the caller's dtype otherwise)."""
-        self.vae.to(device, torch.float32 if dtype == torch.float16 else dtype)
+        # nn.Module's own `to`: diffusers' one warns of layers to be kept in float32, of which these networks have none.
+        nn.Module.to(self.vae, device, torch.float32 if dtype == torch.float16 else dtype)
         for encoder in self.text_encoders:
-            encoder.to(device, dtype)
+            nn.Module.to(encoder, device, dtype)
         return self
 
 

@@ -62,6 +62,18 @@ def test_a_resumed_loader_lists_only_what_is_left():
     assert list(data.MicroBatches(10, plan, 0, 1, position, 6)) == whole[4:]
 
 
+def test_a_resume_on_other_data_or_another_batch_says_so_and_begins_a_whole_epoch():
+    state = {"position": {"step": 2, "epoch": 0, "offset": 8}, "count": 10, "names": "a", "global_batch": 4}
+    assert data.position_after(state, 10, "a", 4) == (Position(2, 0, 8), [])
+    position, notes = data.position_after(state, 10, "a", 6)
+    assert position == Position(2, 0, 8) and notes == ["resuming with a global batch of 6 (was 4)"]
+    for count, names in ((7, "b"), (10, "b")):
+        position, notes = data.position_after(state, count, names, 4)
+        assert position == Position(2, 1, 0) and "were 10" in notes[0]
+    at_the_turn = state | {"position": {"step": 3, "epoch": 1, "offset": 0}}
+    assert data.position_after(at_the_turn, 7, "b", 4)[0] == Position(3, 1, 0)
+
+
 # ── Samples ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
 def frozen():
