@@ -28,7 +28,11 @@ def partial_of(out: Path, step: int) -> Path:
 
 def steps_in(out: Path) -> list[int]:
     """Steps that have a checkpoint folder, in numeric order (10 comes after 9)."""
-    names = [re.fullmatch(r"checkpoint-(\d+)", p.name) for p in out.iterdir() if p.is_dir()] if out.is_dir() else []
+    names = (
+        [re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", p.name) for p in out.iterdir() if p.is_dir()]
+        if out.is_dir()
+        else []
+    )
     return sorted(int(m[1]) for m in names if m)
 
 
@@ -45,7 +49,7 @@ def read_state(folder: Path) -> dict:
     """state.json of a whole checkpoint; raises UsageError that says what is missing or cut."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        files = state["files"]
+        files = dict(state["files"])
     except OSError as error:
         raise UsageError(f"{folder} is not a whole checkpoint: {STATE}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
@@ -57,6 +61,14 @@ def read_state(folder: Path) -> dict:
         if found != size:
             raise UsageError(f"{folder} is not a whole checkpoint: {name} has {found} bytes of {size}")
     return state
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        read_state(folder)
+    except UsageError:
+        return False
+    return True
 
 
 def find(out: Path, resume: str) -> tuple[Path | None, dict | None, list[str]]:
@@ -81,9 +93,12 @@ def find(out: Path, resume: str) -> tuple[Path | None, dict | None, list[str]]:
 
 
 def prune(out: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; called only after the newest is whole."""
-    for step in steps_in(out)[:-keep]:
-        shutil.rmtree(path_of(out, step))
+    """Delete what is older than the newest `keep` whole checkpoints; a damaged one does not count as one of them."""
+    steps = steps_in(out)
+    kept = [step for step in steps if is_whole(path_of(out, step))][-keep:]
+    for step in steps:
+        if kept and step < kept[0]:
+            shutil.rmtree(path_of(out, step))
 
 
 # ── The folder of a run ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -188,7 +188,8 @@ def check(config: Config, argv: list[str] = ()) -> None:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if isinstance(value, float) and not math.isfinite(value):
-            refuse("--" + f.name.replace("_", "-"), "must be a finite number")
+            example = f.default or 0.5
+            refuse("--" + f.name.replace("_", "-"), f"must be a finite number, for example {example}")
     for flag in ("--micro-batch", "--accum", "--global-batch", "--steps", "--keep", "--log-every"):
         at_least(flag, 1)
     for flag in ("--warmup", "--workers", "--save-every", "--val-every", "--sample-every", "--seed"):
@@ -208,11 +209,11 @@ def check(config: Config, argv: list[str] = ()) -> None:
     if config.timeout <= 0:
         refuse("--timeout", "must be above 0 seconds, for example 600")
     if config.time_limit is not None and config.time_limit <= 0:
-        refuse("--time-limit", "must be above 0 minutes")
+        refuse("--time-limit", "must be above 0 minutes, for example 60")
     if config.resolution is not None and (config.resolution < 8 or config.resolution % 8):
         refuse("--resolution", f"must be a multiple of 8, for example {max(8, round(config.resolution / 8) * 8)}")
     if config.seed >= 2**63:
-        refuse("--seed", "must be below 2^63")
+        refuse("--seed", "must be below 2^63, for example 0")
     if config.model is not None and any(a == "--preset" or a.startswith("--preset=") for a in argv):
         raise UsageError(f"--model {config.model} and --preset {config.preset} exclude each other: leave out one")
     if config.resume is not None and not config.resume.strip():
@@ -342,8 +343,11 @@ def changed_flags(before: dict, config: Config) -> list[str]:
             continue
         flag = "--" + name.replace("_", "-")
         if name in BOUND:
+            use = f"use {before[name]}"
+            if isinstance(value, bool):  # a switch takes no value
+                use = f"leave out {flag}" if value else f"add {flag}"
             raise UsageError(
-                f"{flag} {value} cannot continue a checkpoint made with {flag} {before[name]}: use {before[name]}, or another --out"
+                f"{flag} {value} cannot continue a checkpoint made with {flag} {before[name]}: {use}, or another --out"
             )
         changed.append(f"{flag} {value} (was {before[name]})")
     return changed

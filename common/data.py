@@ -290,7 +290,7 @@ def held_out_samples(
 
     No crop, flip, dropped caption or seed of the run, so that its values can be compared between runs and strategies.
     """
-    cards = max(1, round(HELD_OUT_CARDS / len(indices))) * len(indices)
+    cards = -(-HELD_OUT_CARDS // len(indices)) * len(indices)
     timesteps = ((np.random.default_rng(0).permutation(cards) + 0.5) / cards * num_timesteps).astype(int)
     still = replace(config, crop="center", flip=0.0, caption_dropout=0.0, noise_offset=0.0, seed=0)
     return Samples(source, tokenizers, still, latent, num_timesteps, indices, timesteps)

@@ -15,7 +15,7 @@ class Rows:
     """
 
     def __init__(self, path: Path, step: int):
-        kept = [line for line in _lines(path) if (_step_of(line) or math.inf) <= step]
+        kept = [line for line in _lines(path) if _step_of(line) <= step]
         path.write_text("".join(kept), encoding="utf-8")
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
 
@@ -32,11 +32,12 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
 
 
-def _step_of(line: str) -> int | None:
+def _step_of(line: str) -> float:
+    """Infinity for the half line of a run that was killed, even where only the end of the line is lacking."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):  # the half line of a run that was killed
-        return None
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -1,9 +1,10 @@
-"""Names, completeness and pruning of checkpoints."""
+"""Names, completeness and pruning of checkpoints, and the rows that a resumed run writes on."""
 
 import pytest
 
 from common import checkpoint
 from common.errors import UsageError
+from common.meters import Rows, read_rows
 
 
 def whole(out, step):
@@ -91,3 +92,113 @@ def test_runs_are_numbered_and_a_full_folder_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be written"):
         checkpoint.choose_out("file/run", "ddp", None)
+
+
+def test_only_folders_called_checkpoint_and_a_number_are_candidates(out):
+    (out / "checkpoint-007").mkdir()  # no run writes leading zeros
+    (out / "checkpoint-8x").mkdir()
+    (out / "checkpoint--5").mkdir()
+    (out / "checkpoint-").mkdir()
+    assert checkpoint.steps_in(out) == [9, 10, 100, 400]
+    assert checkpoint.steps_in(out / "nowhere") == []
+    checkpoint.prune(out, 1)
+    assert (out / "checkpoint-007").is_dir()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 5])
+def test_saving_and_pruning_in_turn_leaves_the_last_ones(tmp_path, keep):
+    saved = [8, 9, 10, 11, 99, 100, 101, 1000]
+    for n, step in enumerate(saved, 1):
+        whole(tmp_path, step)
+        checkpoint.prune(tmp_path, keep)
+        assert checkpoint.steps_in(tmp_path) == saved[max(0, n - keep) : n]
+        assert checkpoint.find(tmp_path, "latest")[0].name == f"checkpoint-{step}"
+
+
+def test_a_damaged_checkpoint_of_a_later_step_does_not_push_out_the_one_just_saved(tmp_path):
+    for step in (10, 20, 30):
+        whole(tmp_path, step)
+    (tmp_path / "checkpoint-30" / ".metadata").unlink()  # so the run was resumed from 20
+    whole(tmp_path, 25)
+    checkpoint.prune(tmp_path, 1)
+    assert checkpoint.find(tmp_path, "latest")[0].name == "checkpoint-25"
+    assert checkpoint.steps_in(tmp_path) == [25, 30]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"{}", b'{"files": 3}', b"\xff\xfe"])
+def test_a_state_file_that_says_nothing_is_damage_and_no_crash(out, content):
+    (out / "checkpoint-100" / "state.json").write_bytes(content)
+    with pytest.raises(UsageError, match="checkpoint-100 is not a whole checkpoint: state.json is damaged"):
+        checkpoint.find(out, str(out / "checkpoint-100"))
+    assert checkpoint.find(out, "latest")[0].name == "checkpoint-10"
+
+
+def test_the_state_of_a_whole_checkpoint_comes_back_as_it_was_sealed(tmp_path):
+    (tmp_path / "a.distcp").write_bytes(b"123")
+    checkpoint.seal(tmp_path, {"step": 4, "position": {"epoch": 1}})
+    state = checkpoint.read_state(tmp_path)
+    assert state == {"step": 4, "position": {"epoch": 1}, "files": {"a.distcp": 3}}
+    checkpoint.seal(tmp_path, {"step": 4})  # sealing twice does not list the seal itself
+    assert checkpoint.read_state(tmp_path)["files"] == {"a.distcp": 3}
+
+
+def test_each_checkpoint_that_latest_passes_over_is_named(out):
+    for step in (10, 100):
+        (out / f"checkpoint-{step}" / ".metadata").write_bytes(b"")
+    folder, _, warnings = checkpoint.find(out, "latest")
+    assert folder.name == "checkpoint-9"
+    assert [w.split(" is not")[0].rsplit("/", 1)[1] for w in warnings] == [f"checkpoint-{s}" for s in (400, 100, 10)]
+
+
+@pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoint-5"])
+def test_an_out_that_holds_a_run_is_refused_by_either_sign_and_left_alone(tmp_path, sign):
+    (tmp_path / "metrics.jsonl").touch() if "." in sign else (tmp_path / sign).mkdir()
+    with pytest.raises(UsageError, match="already holds a run: add --resume latest"):
+        checkpoint.choose_out(str(tmp_path), "ddp", None)
+    assert [p.name for p in tmp_path.iterdir()] == [sign]
+
+
+def test_an_out_with_other_files_or_in_a_new_place_is_taken(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "checkpoint-x").mkdir()
+    assert checkpoint.choose_out(str(tmp_path), "ddp", None) == tmp_path
+    new = tmp_path / "a" / "b"
+    assert checkpoint.choose_out(str(new), "ddp", None) == new and list(new.iterdir()) == []
+
+
+def test_an_out_that_is_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(UsageError, match="mine cannot be written.*choose another folder"):
+        checkpoint.choose_out(str(tmp_path / "mine"), "ddp", None)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_resume_by_path_writes_on_in_the_folder_of_that_checkpoint(out):
+    assert checkpoint.choose_out(None, "ddp", str(out / "checkpoint-9")) == out.resolve()
+
+
+def test_scripts_number_their_runs_apart_and_numerically(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("ddp-009", "ddp-010", "ddp-1000", "fsdp-003", "ddp-mine"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert checkpoint.choose_out(None, "ddp", "latest").name == "ddp-1000"
+    assert checkpoint.choose_out(None, "ddp", None).name == "ddp-1001"
+    assert checkpoint.choose_out(None, "fsdp", None).name == "fsdp-004"
+
+
+def test_a_plan_leaves_no_folder_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.choose_out(None, "ddp", None, create=False).name == "ddp-001"
+    checkpoint.choose_out("mine", "ddp", None, create=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 5, "lo', '{"step": 3, "loss": 1.0}', "3\n", "[]\n"])
+def test_a_resumed_run_writes_each_step_once_after_whatever_a_killed_one_left(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {k}, "loss": 1.0}}\n' for k in range(5)) + tail)
+    rows = Rows(path, 3)
+    rows.write({"step": 4, "loss": float("nan")})
+    rows.close()
+    assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3, 4]
+    assert read_rows(path)[-1]["loss"] is None

@@ -57,3 +57,55 @@ def test_min_snr_weights_have_the_published_values(prediction, zero, weights):
 def test_epsilon_with_zero_terminal_snr_is_refused_with_the_reason():
     with pytest.raises(UsageError, match="--prediction v_prediction.*pure noise"):
         NoiseSchedule(STABLE, "epsilon", zero_snr=True)
+
+
+@pytest.mark.parametrize("kind", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+@pytest.mark.parametrize("steps", [10, 1000])
+def test_betas_are_those_of_diffusers(kind, steps):
+    scheduler = STABLE | {"beta_schedule": kind, "num_train_timesteps": steps}
+    torch.testing.assert_close(betas_of(scheduler), DDPMScheduler(**scheduler).betas, rtol=1e-6, atol=1e-9)
+    assert len(NoiseSchedule(scheduler, "epsilon")) == steps
+
+
+def test_defaults_and_listed_betas_are_those_of_diffusers():
+    torch.testing.assert_close(betas_of({}), DDPMScheduler().betas)
+    listed = {"trained_betas": [0.1, 0.2, 0.4]}
+    torch.testing.assert_close(betas_of(listed), DDPMScheduler(**listed).betas)
+
+
+@pytest.mark.parametrize("kind", ["linear", "scaled_linear", "squaredcos_cap_v2"])
+def test_with_zero_terminal_snr_noise_and_velocity_are_those_of_diffusers(kind):
+    scheduler = STABLE | {"beta_schedule": kind}
+    theirs = DDPMScheduler(**scheduler, prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    ours = NoiseSchedule(scheduler, "v_prediction", zero_snr=True)
+    latents, noise = torch.randn(2, 7, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        ours.add_noise(latents, noise, T), theirs.add_noise(latents, noise, T), rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(
+        ours.target(latents, noise, T), theirs.get_velocity(latents, noise, T), rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(ours.add_noise(latents, noise, T)[-1], noise[-1])  # the last step is pure noise
+
+
+def test_the_min_snr_weight_multiplies_each_samples_loss_and_stays_finite_in_pure_noise():
+    schedule = NoiseSchedule(STABLE, "v_prediction", zero_snr=True, snr_gamma=5.0)
+    plain = NoiseSchedule(STABLE, "v_prediction", zero_snr=True)
+    t = torch.tensor([0, 250, 500, 750, 999])
+    said, target = torch.randn(2, 5, 4, 8, 8, generator=torch.Generator().manual_seed(2))
+    ratio = schedule.loss(said, target, t) / plain.loss(said, target, t)
+    torch.testing.assert_close(ratio, torch.tensor([0.00425011, 0.652457, 0.241019, 0.0327991, 0.0]), rtol=2e-4, atol=0)
+
+
+def test_a_half_precision_prediction_is_compared_in_float32():
+    schedule, t = NoiseSchedule(STABLE, "epsilon"), torch.tensor([5])
+    said = torch.full((1, 4, 8, 8), 300.0, dtype=torch.float16)  # its square overflows float16
+    loss = schedule.loss(said, torch.zeros_like(said), t)
+    assert loss.dtype == torch.float32 and loss.item() == 90000
+
+
+def test_what_is_not_trained_here_is_refused_with_what_is():
+    with pytest.raises(UsageError, match="sigmoid.*scaled_linear"):
+        betas_of({"beta_schedule": "sigmoid"})
+    with pytest.raises(UsageError, match="sample.*epsilon or v_prediction"):
+        NoiseSchedule(STABLE, "sample")

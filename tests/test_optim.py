@@ -115,3 +115,118 @@ def test_the_state_of_a_fresh_optimizer_is_really_restored():
     apply_step(optimizer, 0.1, ONE, ZERO)
     apply_step(other, 0.1, ONE, ZERO)
     assert torch.equal(net.weight, fresh.weight) and saved["step.weight"] == 3
+
+
+def test_plain_sgd_moves_by_the_rate_times_the_divided_gradient():
+    net = nn.Linear(2, 1, bias=False)
+    optimizer = build_optimizer(
+        net.named_parameters(), dataclasses.replace(Config(), lr=9.0, optimizer="sgd", weight_decay=0.0)
+    )
+    before = net.weight.detach().clone()
+    net.weight.grad = torch.tensor([[8.0, -16.0]])
+    apply_step(optimizer, 0.5, torch.tensor(4.0), ZERO)  # the rate of the step, not the one it was built with
+    assert torch.equal(before - net.weight, torch.tensor([[1.0, -2.0]]))
+
+
+def test_a_skipped_step_leaves_the_run_as_if_it_had_not_been():
+    with_skip, one = network()
+    without, other = network()
+    for n in range(4):
+        if n == 2:
+            give_gradient(with_skip, 99)
+            apply_step(one, 0.1, ONE, ONE)
+        for net, optimizer in ((with_skip, one), (without, other)):
+            give_gradient(net, n)
+            apply_step(optimizer, 0.1, ONE, ZERO)
+    assert all(torch.equal(a, b) for a, b in zip(with_skip.parameters(), without.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-8, 0.5, 0.999, 1.0, 1.001, 7.0, 1e6])
+@pytest.mark.parametrize("largest", [0.1, 1.0, 50.0])
+def test_the_clip_factor_is_that_of_torch(norm, largest):
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.tensor([norm, 0, 0, 0])
+    nn.utils.clip_grad_norm_([p], largest)
+    torch.testing.assert_close(norm * clip_factor(torch.tensor(norm), largest), p.grad[0])
+
+
+def test_clip_0_leaves_the_gradient_alone():
+    assert clip_factor(torch.tensor(1e6), 0.0) == 1
+
+
+def test_the_thousand_good_steps_are_counted_anew_after_each_skip():
+    scale = LossScale(True, torch.device("cpu"))
+    for _ in range(999):
+        scale.update(ZERO)
+    scale.update(ONE)
+    scale.update(ONE)
+    assert scale.scale == 2**14
+    for n in range(1, 2001):
+        scale.update(ZERO)
+        assert scale.scale == 2 ** (14 + n // 1000)
+
+
+def test_without_fp16_there_is_no_loss_scale():
+    scale = LossScale(False, torch.device("cpu"))
+    for found in (ONE, *[ZERO] * 1001):
+        scale.update(found)
+    scale.load_state_dict({"scale": 2.0**16, "good_steps": 3.0})  # of a run that was fp16
+    assert scale.scale == 1
+
+
+def test_the_decay_warms_up_as_in_diffusers():
+    net, _ = network()
+    for decay in (0.5, 0.99, 0.9999):
+        ours, theirs = EMA(net.named_parameters(), decay), EMAModel(net.parameters(), decay=decay)
+        for n in range(1, 200):
+            assert ours.next_decay() == pytest.approx(theirs.get_decay(n)), n
+            ours.update()
+
+
+def test_the_average_does_not_follow_the_weights_by_itself_and_restarts_from_them():
+    net, _ = network()
+    ema = EMA(net.named_parameters(), 0.9)
+    before = ema.average["weight"].clone()
+    with torch.no_grad():
+        net.weight.add_(1)
+    assert torch.equal(ema.average["weight"], before)
+    ema.restart()
+    assert torch.equal(ema.average["weight"], net.weight)
+
+
+def test_an_error_while_the_average_is_in_still_gives_the_weights_back():
+    net, _ = network()
+    ema = EMA(net.named_parameters(), 0.9)
+    with torch.no_grad():
+        net.weight.mul_(1.1)
+    before, average = net.weight.clone(), ema.average["weight"].clone()
+    with pytest.raises(RuntimeError), ema.swapped_in():
+        raise RuntimeError
+    assert torch.equal(net.weight, before) and torch.equal(ema.average["weight"], average)
+
+
+def test_the_state_tensors_of_adamw_are_all_of_its_state_and_live():
+    net, optimizer = network()
+    tensors = optimizer_tensors(optimizer, net.named_parameters())
+    assert set(tensors) == {f"{k}.{n}" for k in ("step", "exp_avg", "exp_avg_sq") for n in ("weight", "bias")}
+    give_gradient(net)
+    apply_step(optimizer, 0.1, ONE, ZERO)
+    assert tensors["step.bias"] == 1
+    for name, p in net.named_parameters():
+        assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(tensors[f"{key}.{name}"] is value for key, value in optimizer.state[p].items())
+
+
+def test_sgd_has_no_state_to_save():
+    net, optimizer = network("sgd")
+    assert optimizer_tensors(optimizer, net.named_parameters()) == {}
+
+
+def test_making_the_state_early_does_not_change_the_first_step():
+    early, one = network()
+    late, other = network()
+    optimizer_tensors(one, early.named_parameters())
+    for net, optimizer in ((early, one), (late, other)):
+        give_gradient(net)
+        apply_step(optimizer, 0.1, ONE, ZERO)
+    assert torch.equal(early.weight, late.weight)
