@@ -549,7 +549,7 @@ def save(run: Run, out: Path) -> None:
         })  # fmt: skip
         shutil.rmtree(checkpoint.path_of(out, step), ignore_errors=True)  # a damaged one of the same step
         aside.rename(checkpoint.path_of(out, step))
-        checkpoint.prune(out, run.config.keep)
+        checkpoint.prune(out, run.config.keep, step)
     dist.barrier()  # comm: barrier, so that no rank dies or resumes between the write and the rename
 
 

@@ -28,12 +28,8 @@ def partial_of(out: Path, step: int) -> Path:
 
 def steps_in(out: Path) -> list[int]:
     """Steps that have a checkpoint folder, in numeric order (10 comes after 9)."""
-    names = (
-        [re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", p.name) for p in out.iterdir() if p.is_dir()]
-        if out.is_dir()
-        else []
-    )
-    return sorted(int(m[1]) for m in names if m)
+    folders = [p.name for p in out.iterdir() if p.is_dir()] if out.is_dir() else []
+    return sorted(int(m[1]) for name in folders if (m := re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", name)))
 
 
 def seal(folder: Path, state: dict) -> None:
@@ -92,9 +88,12 @@ def find(out: Path, resume: str) -> tuple[Path | None, dict | None, list[str]]:
     return None, None, [*warnings, f"no whole checkpoint in {out}: starting at step 0"]
 
 
-def prune(out: Path, keep: int) -> None:
-    """Delete what is older than the newest `keep` whole checkpoints; a damaged one does not count as one of them."""
-    steps = steps_in(out)
+def prune(out: Path, keep: int, saved: int) -> None:
+    """Delete what is older than the newest `keep` whole checkpoints up to the one just `saved`.
+
+    A damaged one does not count; later ones, left by a run that was resumed from before them, are not touched.
+    """
+    steps = [step for step in steps_in(out) if step <= saved]
     kept = [step for step in steps if is_whole(path_of(out, step))][-keep:]
     for step in steps:
         if kept and step < kept[0]:
@@ -139,6 +138,8 @@ def _numbered(script: str, resume: str | None, create: bool) -> Path:
             (runs / f"{script}-{number:03d}").mkdir(parents=True)
             break
         except FileExistsError:
+            if runs.is_symlink() and not runs.exists():
+                raise UsageError("runs/ is a link to a folder that does not exist; give --out FOLDER") from None
             number += 1
         except OSError as error:
             raise UsageError(f"runs/ cannot be written: {error.strerror}; give --out FOLDER") from None

@@ -37,7 +37,7 @@ def test_the_latest_is_the_largest_number_that_is_whole(out):
 
 def test_pruning_keeps_the_newest_and_touches_nothing_else(out):
     (out / "checkpoint-400").rmdir()
-    checkpoint.prune(out, 1)
+    checkpoint.prune(out, 1, saved=400)
     left = {p.name for p in out.iterdir()}
     assert left == {
         "checkpoint-100",
@@ -101,7 +101,7 @@ def test_only_folders_called_checkpoint_and_a_number_are_candidates(out):
     (out / "checkpoint-").mkdir()
     assert checkpoint.steps_in(out) == [9, 10, 100, 400]
     assert checkpoint.steps_in(out / "nowhere") == []
-    checkpoint.prune(out, 1)
+    checkpoint.prune(out, 1, saved=400)
     assert (out / "checkpoint-007").is_dir()
 
 
@@ -110,7 +110,7 @@ def test_saving_and_pruning_in_turn_leaves_the_last_ones(tmp_path, keep):
     saved = [8, 9, 10, 11, 99, 100, 101, 1000]
     for n, step in enumerate(saved, 1):
         whole(tmp_path, step)
-        checkpoint.prune(tmp_path, keep)
+        checkpoint.prune(tmp_path, keep, saved=10**9)
         assert checkpoint.steps_in(tmp_path) == saved[max(0, n - keep) : n]
         assert checkpoint.find(tmp_path, "latest")[0].name == f"checkpoint-{step}"
 
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_of_a_later_step_does_not_push_out_the_one_just_sav
         whole(tmp_path, step)
     (tmp_path / "checkpoint-30" / ".metadata").unlink()  # so the run was resumed from 20
     whole(tmp_path, 25)
-    checkpoint.prune(tmp_path, 1)
+    checkpoint.prune(tmp_path, 1, saved=10**9)
     assert checkpoint.find(tmp_path, "latest")[0].name == "checkpoint-25"
     assert checkpoint.steps_in(tmp_path) == [25, 30]
 
@@ -202,3 +202,17 @@ def test_a_resumed_run_writes_each_step_once_after_whatever_a_killed_one_left(tm
     rows.close()
     assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3, 4]
     assert read_rows(path)[-1]["loss"] is None
+
+
+def test_the_one_just_saved_is_kept_beside_later_ones_of_an_abandoned_branch(tmp_path):
+    for step in (100, 150, 400):  # resumed from 100 by its path, and just saved 150
+        whole(tmp_path, step)
+    checkpoint.prune(tmp_path, 1, saved=150)
+    assert checkpoint.steps_in(tmp_path) == [150, 400]
+
+
+def test_a_runs_folder_that_links_nowhere_is_an_error_and_no_endless_search(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to("gone")
+    with pytest.raises(UsageError, match="runs/"):
+        checkpoint.choose_out(None, "ddp", None)
