@@ -255,6 +255,7 @@ def global_mean(total: torch.Tensor, count: torch.Tensor) -> float:
 
 
 # ── the strategy ─────────────────────────────────────────────────────────────────────────────────────────────────────
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def replicate(unet: nn.Module, config: Config, world: World) -> DistributedDataParallel:
@@ -307,7 +308,7 @@ class Run:
     named: set[str] = field(default_factory=set)  # unreadable pictures that were named already
 
     def autocast(self) -> torch.autocast:
-        kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
+        kind = DTYPES[self.config.precision]
         return torch.autocast(self.world.device.type, dtype=kind, enabled=kind != torch.float32)
 
 
@@ -329,13 +330,13 @@ class Outcome:
 LOSS, SAMPLES, OVERFLOWED, STOP, DATA_S, MEMORY, UNREADABLE = range(7)  # the tally of a rank
 
 
-def per_sample_loss(run: Run, batch: dict, encoded: Encoded, unet: nn.Module) -> torch.Tensor:
+def per_sample_loss(run: Run, batch: dict, encoded: Encoded, unet: nn.Module, weighted: bool = True) -> torch.Tensor:
     """[B] float32; 0 for slots without a sample."""
     t, noise, weight = (batch[k].to(run.world.device, non_blocking=True) for k in ("t", "noise", "weight"))
     noisy = run.schedule.add_noise(encoded.latents, noise, t)
     with run.autocast():  # noisy stays float32, so that the sinusoids of t are taken in float32
         prediction = unet(noisy, t, **encoded.condition).sample  # comm: none, DDP's forward moves nothing
-    each = run.schedule.loss(prediction, run.schedule.target(encoded.latents, noise, t), t)
+    each = run.schedule.loss(prediction, run.schedule.target(encoded.latents, noise, t), t, weighted)
     return torch.where(weight > 0, each, torch.zeros_like(each))
 
 
@@ -415,7 +416,7 @@ def settle(run: Run) -> dict | None:
     if outcome.ready is not None:
         outcome.ready.synchronize()
     *tallies, norm, scale = outcome.numbers.tolist()
-    ranks = torch.tensor(tallies).view(-1, 7)
+    ranks = torch.tensor(tallies, dtype=torch.float64).view(-1, 7)
     tally, worst = ranks.sum(0).tolist(), ranks.max(0).values.tolist()
     if tally[OVERFLOWED]:
         stop_for_overflow(outcome, mine=bool(ranks[run.world.rank, OVERFLOWED]))
@@ -499,7 +500,7 @@ def held_out_loss(run: Run, samples: data.Samples) -> float:
     ]
     for start in range(0, len(cards), run.batch.micro_batch):
         batch = data.collate([samples[card] for card in cards[start : start + run.batch.micro_batch]])
-        total += per_sample_loss(run, batch, run.encode(batch), run.unet).sum()
+        total += per_sample_loss(run, batch, run.encode(batch), run.unet, weighted=False).sum()
         count += float(batch["weight"].sum())
     run.unet.train()
     return global_mean(total, count)
@@ -690,8 +691,7 @@ def main(world: World) -> None:
         unet.enable_gradient_checkpointing()
     if config.compile:
         models.compile_blocks(unet)
-    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
-    frozen.to(world.device, compute)
+    frozen.to(world.device, DTYPES[config.precision])
     named = list(unet.named_parameters())
     run = Run(
         config, batch, world, unet, replicate(unet, config, world), build_optimizer(named, config),
@@ -745,15 +745,15 @@ def train(
         step, last = run.position.step, run.position.step == config.steps
         ending = run.stopping
         saving = config.save_every and (step % config.save_every == 0 or last or ending)
-        drawing = not ending and (
-            step % config.sample_every == 0 if config.sample_every else last and config.sample_every is None
+        drawing = (
+            not ending and config.sample_every != 0 and (last or step % (config.sample_every or config.steps) == 0)
         )
         validating = config.val_every and step % config.val_every == 0
         if saving or drawing or validating or last or ending:
             finish_step(run, settle(run), rows, progress, held)  # nothing may be pending now
         if saving:
             save(run, out)
-        if drawing or (last and config.sample_every and not ending):
+        if drawing:
             sample_grid(run, pipe, prompts, out)
         if run.pending is None:
             run.clock = time.perf_counter()  # what was done between steps is not the next step's time

@@ -235,11 +235,13 @@ def loader(samples: Samples, batches, workers: int, pin: bool) -> DataLoader:
 
 
 def _quiet_worker(_: int) -> None:
-    """One thread each, or ranks x workers x cores threads fight. Signals are for the rank, which finishes its step: torchrun
-    sends them to the whole process group. A worker ends when its rank asks, or dies."""
+    """One thread each, or ranks x workers x cores threads fight; and a session of its own.
+
+    torchrun and Ctrl-C signal a rank's whole process group, and the rank needs its readers to finish its step. What its
+    rank sends it by number still arrives, and it does not outlive it.
+    """
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -91,10 +91,12 @@ class NoiseSchedule:
             return noise
         return _per_sample(self.signal, t) * noise - _per_sample(self.noise, t) * latents
 
-    def loss(self, prediction: torch.Tensor, target: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Weighted mean square per sample, [B, C, h, w] -> [B], in float32 whatever the prediction came in."""
+    def loss(
+        self, prediction: torch.Tensor, target: torch.Tensor, t: torch.Tensor, weighted: bool = True
+    ) -> torch.Tensor:
+        """Mean square per sample, min-SNR weighted if asked for, [B, C, h, w] -> [B], float32 whatever comes in."""
         each = F.mse_loss(prediction.float(), target.float(), reduction="none").mean(dim=(1, 2, 3))
-        if self.snr_gamma is None:
+        if self.snr_gamma is None or not weighted:
             return each
         return each * min_snr_weight(self.snr[t], self.snr_gamma, self.prediction)
 

@@ -64,10 +64,6 @@ class Progress:
         elif row["step"] % self.log_every == 0 or row["step"] == self.total or row["skipped"] or "val_loss" in row:
             print(f"step {row['step']}/{self.total}  {text}", flush=True)
 
-    def say(self, text: str) -> None:
-        if self.shown:
-            tqdm.write(text) if self.bar is not None else print(text, flush=True)
-
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()

@@ -1,10 +1,12 @@
 """The second rule, on real processes: one curve, whatever the ranks, the split, the workers, or an interruption."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 
@@ -103,9 +105,12 @@ def test_a_resume_on_another_number_of_ranks_goes_on_along_the_curve(runs, strai
 
 
 def test_a_finished_run_says_so_and_exports_if_the_export_is_gone(runs, straight):
+    before = weights(straight)
+    shutil.rmtree(straight / "pipeline")
     ended = trained(2, *ADAM, "--resume", "latest", "--out", straight, cwd=runs)
     assert "already complete" in ended.out
     assert len(rows(straight)) == 6
+    assert all(torch.equal(before[n], t) for n, t in weights(straight).items())
 
 
 def test_ranks_draw_different_noise_and_a_step_holds_each_sample_once(straight):
@@ -115,9 +120,11 @@ def test_ranks_draw_different_noise_and_a_step_holds_each_sample_once(straight):
     assert all(len(ids) == 77 for ids in first[0]["tokens"])
 
 
-def test_the_average_is_that_of_the_papers_rule(runs, straight):
-    """After one step d = 0, so both are the same; after six they are not."""
+def test_the_export_has_the_average_and_the_weights_of_the_last_checkpoint(straight):
     average, raw = weights(straight), weights(straight, "unet_raw")
+    saved = {f"{part}.{n}": torch.empty_like(t) for part in ("ema", "unet") for n, t in raw.items()}
+    dcp.load(saved, checkpoint_id=straight / "checkpoint-6")
+    assert all(torch.equal(average[n], saved[f"ema.{n}"]) and torch.equal(raw[n], saved[f"unet.{n}"]) for n in raw)
     assert any(not torch.equal(average[n], raw[n]) for n in raw)
 
 

@@ -109,3 +109,10 @@ def test_what_is_not_trained_here_is_refused_with_what_is():
         betas_of({"beta_schedule": "sigmoid"})
     with pytest.raises(UsageError, match="sample.*epsilon or v_prediction"):
         NoiseSchedule(STABLE, "sample")
+
+
+def test_the_held_out_loss_is_unweighted_so_that_runs_with_other_weights_compare():
+    plain, weighted = NoiseSchedule(STABLE, "v_prediction"), NoiseSchedule(STABLE, "v_prediction", snr_gamma=5.0)
+    said, target = torch.randn(2, 7, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(weighted.loss(said, target, T, weighted=False), plain.loss(said, target, T))
+    assert not torch.equal(weighted.loss(said, target, T), plain.loss(said, target, T))
