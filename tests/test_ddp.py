@@ -211,24 +211,14 @@ def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, folde
     assert logged[0]["time_ids"][0] == [64, 96, 0, 16, 64, 64]
 
 
-def test_one_picture_on_three_ranks_trains(runs, tmp_path):
+def test_one_picture_on_three_ranks_is_the_same_step_as_alone(runs, tmp_path):
+    """24 slots of which 23 are empty: the mean, and the gradient, are those of the one."""
     Image.new("RGB", (64, 64), "red").save(tmp_path / "only.png")
-    trained(
-        3,
-        "--data",
-        tmp_path,
-        "--steps",
-        "2",
-        "--lr",
-        "1e-3",
-        "--sample-every",
-        "0",
-        "--no-export",
-        "--out",
-        runs / "only",
-        cwd=runs,
-    )
-    assert [r["samples"] for r in rows(runs / "only")] == [1, 2]
+    flags = ("--data", tmp_path, "--steps", "2", "--optimizer", "sgd", "--lr", "0.05", "--sample-every", "0")
+    trained(3, *flags, "--out", runs / "only-3", cwd=runs)
+    trained(0, *flags, "--global-batch", "1", "--out", runs / "only-1", cwd=runs)
+    assert [r["samples"] for r in rows(runs / "only-3")] == [1, 2]
+    assert_same_curve(runs / "only-1", runs / "only-3")
 
 
 def test_the_plan_is_printed_and_nothing_is_left(tmp_path):

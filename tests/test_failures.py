@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+import ddp_train
+from common.errors import UsageError
 from tests.launch import end, rows, start, train, trained
 
 BRIEF = ("--lr", "1e-3", "--sample-every", "0", "--no-export")
@@ -125,3 +128,47 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_and_a_broken_checkpoint_is
         "--prediction",
         "v_prediction",
     )
+
+
+# ── Who speaks, step by step, without processes ──────────────────────────────────────────────────────────────────────
+class Ended(Exception):
+    """Stands in for os._exit."""
+
+
+@pytest.fixture
+def two_worlds(monkeypatch):
+    """Two ranks on one store; what would end the process raises its exit code instead."""
+
+    def leave(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(ddp_train.os, "_exit", leave)
+    store = dist.HashStore()
+    return [ddp_train.World(r, r, 2, 2, torch.device("cpu"), store) for r in range(2)]
+
+
+def end_of(world, error) -> int:
+    with pytest.raises(Ended) as ended:
+        ddp_train.fail(world, error)
+    return ended.value.args[0]
+
+
+def test_the_first_rank_speaks_and_the_second_takes_over_its_exit_code(two_worlds, capsys):
+    codes = [
+        end_of(world, error)
+        for world, error in zip(two_worlds[::-1], (UsageError("first"), OSError("second")), strict=True)
+    ]
+    assert codes == [2, 2]
+    assert capsys.readouterr().err.splitlines() == ["error: first"]
+
+
+def test_a_rank_that_lost_the_others_leaves_the_word_to_the_one_with_a_cause(two_worlds, capsys):
+    assert end_of(two_worlds[1], OSError("the cause")) == 1
+    assert end_of(two_worlds[0], RuntimeError("Connection closed by peer")) == 1
+    assert capsys.readouterr().err.splitlines() == ["error: rank 1, start: OSError: the cause"]
+
+
+def test_a_rank_does_not_start_with_other_flags_than_rank_0(two_worlds):
+    two_worlds[0].store.set("ready/0", "10 samples")
+    with pytest.raises(UsageError, match="rank 1 starts with 9 samples, rank 0 with 10 samples"):
+        ddp_train.all_ready(two_worlds[1], "9 samples", seconds=5)
