@@ -27,7 +27,6 @@ import os
 import queue
 import re
 import resource
-import select
 import shutil
 import socket
 import struct
@@ -786,26 +785,38 @@ def copy_pairs(pairs, amount=64 * MIB):
         print(json.dumps(row), flush=True)
 
 
+def pass_on(stream, lines):
+    for line in stream:
+        lines.put(line)
+    lines.put("")  # the end
+
+
 def watch_copies(pairs, seconds, command):
     """Run `command` over the pairs; one that stays silent is killed and the pairs after it get a new process."""
     pairs, found = list(pairs), []
     while pairs and sum("error" in row for row in found) < 3:  # three that hang are proof enough
         names = ",".join(f"{a}:{b}" for a, b in pairs)
-        with subprocess.Popen([*command, names], stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
-            current, error = pairs[0], None
-            while error is None and pairs:
-                if not select.select([child.stdout], [], [], seconds)[0]:
-                    error = f"no answer within {seconds:g} s"
-                elif not (line := child.stdout.readline()):
-                    error = f"the copying process ended with code {child.wait()}"
-                elif line.startswith("{") and "begins" not in (row := json.loads(line)):
-                    found.append(row)
-                    pairs.remove((row["from"], row["to"]))
-                    current = pairs[0] if pairs else None
-            child.kill()
+        child = subprocess.Popen([*command, names], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        lines = queue.SimpleQueue()
+        threading.Thread(target=pass_on, args=(child.stdout, lines), daemon=True).start()
+        error = None
+        while pairs and error is None:
+            try:
+                line = lines.get(timeout=seconds)
+            except queue.Empty:
+                error = f"no answer within {seconds:g} s"
+                break
+            if not line:
+                error = f"the copying process ended with code {child.wait()}"
+            elif line.startswith("{") and "begins" not in (row := json.loads(line)):
+                found.append(row)
+                pairs.remove((row["from"], row["to"]))
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot even be killed
+            child.wait(5)
         if error:
-            found.append({"from": current[0], "to": current[1], "error": error})
-            pairs.remove(current)
+            a, b = pairs.pop(0)
+            found.append({"from": a, "to": b, "error": error})
     return {"copies": found}
 
 
