@@ -4,7 +4,6 @@ tests/nccl/ holds composed and captured logs. What no file shows is composed her
 """
 
 import ast
-import importlib.util
 import io
 import json
 import os
@@ -18,12 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tools import nccl_log
+
 HERE = Path(__file__).resolve().parent
 TOOL = HERE.parent / "tools" / "nccl_log.py"
-spec = importlib.util.spec_from_file_location("nccl_log", TOOL)
-nccl_log = importlib.util.module_from_spec(spec)
-sys.modules["nccl_log"] = nccl_log
-spec.loader.exec_module(nccl_log)
 
 
 def diagnose(*files):
@@ -48,106 +45,31 @@ def first(result):
 
 
 # file -> verdict, findings, ranks of the first, words of its fix or cause, words that no finding may say
+# fmt: off
 LOGS = {
     "00_healthy_8xh100": ("ok", [], None, [], []),
-    "01_shm_too_small": (
-        "fail",
-        [("shm-too-small", "fail"), ("p2p-unavailable", "note")],
-        [2, 3],
-        ["--shm-size", "--ipc=host", "emptyDir", "Memory"],
-        ["NCCL_SOCKET_IFNAME"],
-    ),
-    "02_ifname_docker0": (
-        "fail",
-        [("wrong-interface", "fail")],
-        [0, 1],
-        ["unset NCCL_SOCKET_IFNAME", "docker0"],
-        ["firewall", "dead"],
-    ),
-    "03_ib_without_gdr": (
-        "slow",
-        [("ib-without-gdr", "slow")],
-        [0, 1, 2, 3],
-        ["nvidia-peermem", "DMA-BUF", "ACS", "NCCL_NET_GDR_LEVEL"],
-        ["ocket", "libnccl-net"],
-    ),
-    "04_consumer_gpus_no_p2p": (
-        "slow",
-        [("p2p-unavailable", "slow")],
-        [0, 1],
-        ["gradient accumulation", "GeForce"],
-        ["NCCL_P2P_DISABLE=1", "NET/IB", "GDR"],
-    ),
-    "05_p2p_hang_first_collective": (
-        "fail",
-        [("p2p-hang", "fail")],
-        [0, 1],
-        ["NCCL_P2P_DISABLE=1", "ACS", "IOMMU", "driver"],
-        ["timeout="],
-    ),
-    "06_mixed_nccl_versions": (
-        "fail",
-        [("mixed-nccl", "fail")],
-        [0, 1],
-        ["22703", "22705", "LD_LIBRARY_PATH", "wheel"],
-        ["network"],
-    ),
-    "07_duplicate_gpu": (
-        "fail",
-        [("duplicate-gpu", "fail")],
-        [0, 1, 2, 3],
-        ["set_device", "LOCAL_RANK", "device_id"],
-        ["hardware"],
-    ),
-    "08_firewall_between_nodes": (
-        "fail",
-        [("unreachable-peer", "fail")],
-        [2, 3],
-        ["TCP", "ip_local_port_range", "interface", "192.0.2.11"],
-        ["unhandled system", "InfiniBand", "ibverbs"],
-    ),
-    "09_nvls_fabric_manager": (
-        "fail",
-        [("nvls-fabric", "fail")],
-        [0, 3],
-        ["nvidia-fabricmanager", "NCCL_NVLS_ENABLE=0", "reset"],
-        [],
-    ),
-    "10_oom_on_one_rank": (
-        "fail",
-        [("out-of-memory", "fail")],
-        [2],
-        ["expandable_segments", "bucket", "336.00 MiB"],
-        ["timeout", "timed out"],
-    ),
-    "11_desync_uneven_batches": (
-        "fail",
-        [("desync", "fail")],
-        [3],
-        ["_ALLGATHER_BASE", "ALLREDUCE", "drop_last", "48152"],
-        ["P2P", "NVLink", "transport"],
-    ),
-    "12_rank0_caching_latents_timeout": (
-        "fail",
-        [("rank0-busy", "fail"), ("p2p-unavailable", "note")],
-        [0],
-        ["beforehand", "timeout=", "gloo", "87%"],
-        ["network"],
-    ),
-    "13_rank_killed_sigkill": (
-        "fail",
-        [("rank-killed", "fail")],
-        [1],
-        ["dmesg", "cgroup", "node-b", "--workers"],
-        ["RoCE", "GID", "cable", "timeout"],
-    ),
-    "14_spliced_block_buffered": (
-        "slow",
-        [("ib-without-gdr", "slow"), ("spliced-log", "note")],
-        [0, 1, 2, 3],
-        ["nvidia-peermem"],
-        ["libnccl-net"],
-    ),
+    "01_shm_too_small": ("fail", [("shm-too-small", "fail"), ("p2p-unavailable", "note")], [2, 3],
+                         ["--shm-size", "--ipc=host", "emptyDir", "Memory"], ["NCCL_SOCKET_IFNAME"]),
+    "02_ifname_docker0": ("fail", [("wrong-interface", "fail")], [0, 1], ["unset NCCL_SOCKET_IFNAME", "docker0"], ["firewall", "dead"]),
+    "03_ib_without_gdr": ("slow", [("ib-without-gdr", "slow")], [0, 1, 2, 3],
+                          ["nvidia-peermem", "DMA-BUF", "ACS", "NCCL_NET_GDR_LEVEL"], ["ocket", "libnccl-net"]),
+    "04_consumer_gpus_no_p2p": ("slow", [("p2p-unavailable", "slow")], [0, 1], ["gradient accumulation", "GeForce"],
+                                ["NCCL_P2P_DISABLE=1", "NET/IB", "GDR"]),
+    "05_p2p_hang_first_collective": ("fail", [("p2p-hang", "fail")], [0, 1], ["NCCL_P2P_DISABLE=1", "ACS", "IOMMU", "driver"], ["timeout="]),
+    "06_mixed_nccl_versions": ("fail", [("mixed-nccl", "fail")], [0, 1], ["22703", "22705", "LD_LIBRARY_PATH", "wheel"], ["network"]),
+    "07_duplicate_gpu": ("fail", [("duplicate-gpu", "fail")], [0, 1, 2, 3], ["set_device", "LOCAL_RANK", "device_id"], ["hardware"]),
+    "08_firewall_between_nodes": ("fail", [("unreachable-peer", "fail")], [2, 3], ["TCP", "ip_local_port_range", "interface", "192.0.2.11"],
+                                  ["unhandled system", "InfiniBand", "ibverbs"]),
+    "09_nvls_fabric_manager": ("fail", [("nvls-fabric", "fail")], [0, 3], ["nvidia-fabricmanager", "NCCL_NVLS_ENABLE=0", "reset"], []),
+    "10_oom_on_one_rank": ("fail", [("out-of-memory", "fail")], [2], ["expandable_segments", "bucket", "336.00 MiB"], ["timeout", "timed out"]),
+    "11_desync_uneven_batches": ("fail", [("desync", "fail")], [3], ["_ALLGATHER_BASE", "ALLREDUCE", "drop_last", "48152"],
+                                 ["P2P", "NVLink", "transport"]),
+    "12_rank0_caching_latents_timeout": ("fail", [("rank0-busy", "fail"), ("p2p-unavailable", "note")], [0],
+                                         ["beforehand", "timeout=", "gloo", "87%"], ["network"]),
+    "13_rank_killed_sigkill": ("fail", [("rank-killed", "fail")], [1], ["dmesg", "cgroup", "node-b", "--workers"],
+                               ["RoCE", "GID", "cable", "timeout"]),
+    "14_spliced_block_buffered": ("slow", [("ib-without-gdr", "slow"), ("spliced-log", "note")], [0, 1, 2, 3],
+                                  ["nvidia-peermem"], ["libnccl-net"]),
     "ok": ("ok", [], None, [], []),
     "p2p_disabled": ("slow", [("p2p-disabled-by-user", "slow")], [0, 1], ["unset NCCL_P2P_DISABLE"], ["GeForce"]),
     "kill": ("fail", [("rank-killed", "fail")], [1], ["dmesg"], []),
@@ -155,6 +77,7 @@ LOGS = {
     "oom": ("fail", [("out-of-memory", "fail")], [1], ["400.00 GiB"], []),
     "dup": ("fail", [("duplicate-gpu", "fail")], [0, 1], ["LOCAL_RANK"], []),
 }
+# fmt: on
 
 
 def text_of(name):
@@ -246,37 +169,26 @@ def tagged(form):
     return wrap
 
 
+# fmt: off
 WRAPPERS = {
-    "torchrun --tee": tagged("[default{0}]:"),
-    "c10d": tagged("[rank{0}]:"),
-    "mpirun": tagged("[1,{0}]<stdout>:"),
-    "srun -l": tagged("{0}: "),
-    "compose": lambda text: each_line(text, lambda n, pid: "svc-1  | "),
+    "torchrun --tee": tagged("[default{0}]:"), "c10d": tagged("[rank{0}]:"), "mpirun": tagged("[1,{0}]<stdout>:"),
+    "srun -l": tagged("{0}: "), "compose": lambda text: each_line(text, lambda n, pid: "svc-1  | "),
     "srun -l, one task per node": lambda text: each_line(text, lambda n, pid: "0: "),
     "mpirun, one task": lambda text: each_line(text, lambda n, pid: "[1,0]<stderr>:"),
-    "torchrun --tee, its own lines too": lambda text: re.sub(
-        r"(?m)^\[rank(\d+)\]:", r"[default\1]:[rank\1]:", tagged("[default{0}]:")(text)
-    ),
-    "docker compose in a pod": lambda text: each_line(
-        text, lambda n, pid: "[pod/train-0/main] 2026-03-10T09:14:02.118Z trainer-1  | "
-    ),
+    "torchrun --tee, its own lines too": lambda text: re.sub(r"(?m)^\[rank(\d+)\]:", r"[default\1]:[rank\1]:", tagged("[default{0}]:")(text)),
+    "docker compose in a pod": lambda text: each_line(text, lambda n, pid: "[pod/train-0/main] 2026-03-10T09:14:02.118Z trainer-1  | "),
     "kubectl --prefix": lambda text: each_line(text, lambda n, pid: "[pod/train-0/main] "),
     "cri": lambda text: each_line(text, lambda n, pid: "2026-03-10T09:14:02.118Z stdout F "),
-    "ray": tagged("(Worker pid=4{0}, ip=192.0.2.9) "),
-    "crlf": lambda text: text.replace("\n", "\r\n"),
+    "ray": tagged("(Worker pid=4{0}, ip=192.0.2.9) "), "crlf": lambda text: text.replace("\n", "\r\n"),
     "colours": lambda text: each_line(text, lambda n, pid: "\x1b[32m").replace("\n", "\x1b[0m\n"),
-    "stamps": lambda text: each_line(
-        text, lambda n, pid: f"[2026-03-10 09:14:{n % 60:02}.{n % 1000:03}] " if pid else ""
-    ),
+    "stamps": lambda text: each_line(text, lambda n, pid: f"[2026-03-10 09:14:{n % 60:02}.{n % 1000:03}] " if pid else ""),
     "short stamps": lambda text: each_line(text, lambda n, pid: f"09:14:{n % 60:02} " if pid else ""),
     "blank lines": lambda text: text.replace("\n", "\n\n"),
-    "renumbered": lambda text: re.sub(
-        r"(node-[ab]|ws-0\d|c3f1a9d2e7b4):(\d+):(\d+)",
-        lambda m: f"gpu{m[1]}:7{m[2]}:7{m[3]}",
-        re.sub(r"pid: (\d+)", r"pid: 7\1", text),
-    ),
+    "renumbered": lambda text: re.sub(r"(node-[ab]|ws-0\d|c3f1a9d2e7b4):(\d+):(\d+)", lambda m: f"gpu{m[1]}:7{m[2]}:7{m[3]}",
+                                      re.sub(r"pid: (\d+)", r"pid: 7\1", text)),
     "full host names": lambda text: re.sub(r"(?m)^(\[[\d: -]+\] )?(node-[ab]|ws-0\d):", r"\1\2.example.org:", text),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -396,485 +308,191 @@ BACKEND_ERROR = (
 ONE_HOST = dict(hosts=("node-a",), per_host=2)
 LOCAL = dict(hosts=("node-a",), pairs=((0, 1), (1, 0)), per_host=2)
 
+# fmt: off
 CASES = {
     "case 2: a veth was picked and init hangs": (
-        job(complete=False, interface="veth3a1", address="10.0.0.1{0}"),
-        "fail",
-        "wrong-interface",
-        "name the NIC",
-    ),
+        job(complete=False, interface="veth3a1", address="10.0.0.1{0}"), "fail", "wrong-interface", "name the NIC"),
     "case 2: docker0 on one of two hosts": (
-        job(complete=False).replace("eth0:192.0.2.11", "docker0:172.17.0.1") + timeout(0),
-        "fail",
-        "wrong-interface",
-        "docker0",
-    ),
+        job(complete=False).replace("eth0:192.0.2.11", "docker0:172.17.0.1") + timeout(0), "fail", "wrong-interface", "docker0"),
     "case 3: pattern matches no interface": (
-        line("node-a", 1, "NCCL_SOCKET_IFNAME set by environment to ens9")
-        + warn("node-a", 1, "Bootstrap : no socket interface found", "bootstrap.cc:45"),
-        "fail",
-        "no-interface",
-        "NCCL_SOCKET_IFNAME",
-    ),
+        line("node-a", 1, "NCCL_SOCKET_IFNAME set by environment to ens9") + warn("node-a", 1, "Bootstrap : no socket interface found", "bootstrap.cc:45"),
+        "fail", "no-interface", "NCCL_SOCKET_IFNAME"),
     "case 4: lo on both hosts": (
-        line("node-a", 1000, "NCCL_SOCKET_IFNAME set by environment to ^docker0")
-        + job(complete=False, interface="lo", address="127.0.0.1"),
-        "fail",
-        "loopback-interface",
-        "^docker0,lo",
-    ),
+        line("node-a", 1000, "NCCL_SOCKET_IFNAME set by environment to ^docker0") + job(complete=False, interface="lo", address="127.0.0.1"),
+        "fail", "loopback-interface", "^docker0,lo"),
     "case 6: GPUDirect on one node only": (
-        job() + links("NET/IB/0/GDRDMA").replace("[receive] via NET/IB/0/GDRDMA", "[receive] via NET/IB/0"),
-        "slow",
-        "ib-without-gdr",
-        "every node",
-    ),
+        job() + links("NET/IB/0/GDRDMA").replace("[receive] via NET/IB/0/GDRDMA", "[receive] via NET/IB/0"), "slow", "ib-without-gdr", "every node"),
     "case 7: NCCL says why GPUDirect is off": (
-        job()
-        + line("node-a", 1000, "GPU Direct RDMA Disabled for GPU 0 / HCA 0 (distance 4 > 3)")
-        + links("NET/IBext_v8/0"),
-        "slow",
-        "ib-without-gdr",
-        "ACS",
-    ),
+        job() + line("node-a", 1000, "GPU Direct RDMA Disabled for GPU 0 / HCA 0 (distance 4 > 3)") + links("NET/IBext_v8/0"), "slow", "ib-without-gdr", "ACS"),
     "case 8: torch 2.0 wording of the same hang": (
-        job(**ONE_HOST)
-        + links("P2P/IPC", **LOCAL)
-        + "".join(
+        job(**ONE_HOST) + links("P2P/IPC", **LOCAL) + "".join(
             f"[E ProcessGroupNCCL.cpp:475] [Rank {r}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, "
-            f"Timeout(ms)=1800000) ran for 1800210 milliseconds before timing out.\n"
-            for r in (0, 1)
-        ),
-        "fail",
-        "p2p-hang",
-        "NCCL_P2P_DISABLE=1",
-    ),
+            f"Timeout(ms)=1800000) ran for 1800210 milliseconds before timing out.\n" for r in (0, 1)), "fail", "p2p-hang", "NCCL_P2P_DISABLE=1"),
     "case 12: CUDA 802 on an NVSwitch machine": (
         "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized\n",
-        "fail",
-        "nvls-fabric",
-        "fabricmanager",
-    ),
+        "fail", "nvls-fabric", "fabricmanager"),
     "case 13: Fabric Manager restarted under live GPUs": (
-        job(**ONE_HOST, complete=False)
-        + warn("node-a", 1000, "Cuda failure 1 'invalid argument'", "transport/nvls.cc:598")
-        + BACKEND_ERROR,
-        "fail",
-        "nvls-fabric",
-        "reset the GPUs",
-    ),
+        job(**ONE_HOST, complete=False) + warn("node-a", 1000, "Cuda failure 1 'invalid argument'", "transport/nvls.cc:598") + BACKEND_ERROR,
+        "fail", "nvls-fabric", "reset the GPUs"),
     "2.28 goes on without NVLS": (
-        job(**ONE_HOST, complete=False)
-        + warn(
-            "node-a",
-            1000,
-            "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401",
-            "transport/nvls.cc:287",
-        )
-        + job(**ONE_HOST),
-        "slow",
-        "nvls-fabric",
-        "NCCL_NVLS_ENABLE=0",
-    ),
+        job(**ONE_HOST, complete=False) + warn("node-a", 1000, "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401", "transport/nvls.cc:287")
+        + job(**ONE_HOST), "slow", "nvls-fabric", "NCCL_NVLS_ENABLE=0"),
     "multi-node NVLink without IMEX": (
-        job(complete=False)
-        + warn(
-            "node-a",
-            1000,
-            "MNNVL (cliqueSize 2) is available but not working on this system. Check the IMEX channel configuration",
-            "mnnvl.cc:60",
-        ),
-        "fail",
-        "imex",
-        "NCCL_MNNVL_ENABLE=0",
-    ),
+        job(complete=False) + warn("node-a", 1000, "MNNVL (cliqueSize 2) is available but not working on this system. Check the IMEX channel configuration", "mnnvl.cc:60"),
+        "fail", "imex", "NCCL_MNNVL_ENABLE=0"),
     "case 15: locked memory": (
-        job(complete=False)
-        + warn(
-            "node-b", 2000, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", "misc/ibvwrap.cc:278"
-        ),
-        "fail",
-        "memlock",
-        "ulimit -l unlimited",
-    ),
+        job(complete=False) + warn("node-b", 2000, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", "misc/ibvwrap.cc:278"),
+        "fail", "memlock", "ulimit -l unlimited"),
     "case 16: MTU differs": (
-        job()
-        + warn(
-            "node-a",
-            1000,
-            "NET/IB : Got completion from peer 192.0.2.12<47112> with status=4 opcode=0 len=0 vendor err 81 (Recv) hca mlx5_0",
-            "transport/net_ib.cc:1",
-        ),
-        "fail",
-        "ib-mtu",
-        "MTU",
-    ),
+        job() + warn("node-a", 1000, "NET/IB : Got completion from peer 192.0.2.12<47112> with status=4 opcode=0 len=0 vendor err 81 (Recv) hca mlx5_0", "transport/net_ib.cc:1"),
+        "fail", "ib-mtu", "MTU"),
     "case 17: peer access for cuMem host memory": (
-        job(**ONE_HOST, complete=False)
-        + warn(
-            "node-a",
-            1000,
-            "Cuda failure 217 'peer access is not supported between these two devices'",
-            "transport/shm.cc:590",
-        ),
-        "fail",
-        "cumem-host",
-        "NCCL_CUMEM_HOST_ENABLE=0",
-    ),
+        job(**ONE_HOST, complete=False) + warn("node-a", 1000, "Cuda failure 217 'peer access is not supported between these two devices'", "transport/shm.cc:590"),
+        "fail", "cumem-host", "NCCL_CUMEM_HOST_ENABLE=0"),
     "case 18: ranks disagree on cuMem host": (
-        job(**ONE_HOST, complete=False)
-        + warn(
-            "node-a",
-            1000,
-            "Error while attaching to shared memory segment /dev/shm/nccl- (size 0)",
-            "misc/shmutils.cc:1",
-        ),
-        "fail",
-        "cumem-host",
-        "every rank",
-    ),
+        job(**ONE_HOST, complete=False) + warn("node-a", 1000, "Error while attaching to shared memory segment /dev/shm/nccl- (size 0)", "misc/shmutils.cc:1"),
+        "fail", "cumem-host", "every rank"),
     "case 19: RoCE, retries exceeded at once": (
-        job(complete=False)
-        + line("node-a", 1000, "NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:192.0.2.11<0>")
-        + line("node-a", 1000, "NCCL_IB_GID_INDEX set by environment to 0.")
-        + warn(
-            "node-a",
-            1000,
-            "NET/IB: Got completion from peer 192.0.2.12<4711> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) vendor_err=129 hca mlx5_0",
-            "net_ib/p2p.cc:1",
-        ),
-        "fail",
-        "roce-gid",
-        "NCCL_IB_GID_INDEX",
-    ),
+        job(complete=False) + line("node-a", 1000, "NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:192.0.2.11<0>") + line("node-a", 1000, "NCCL_IB_GID_INDEX set by environment to 0.")
+        + warn("node-a", 1000, "NET/IB: Got completion from peer 192.0.2.12<4711> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) vendor_err=129 hca mlx5_0", "net_ib/p2p.cc:1"),
+        "fail", "roce-gid", "NCCL_IB_GID_INDEX"),
     "2.19 wording: completion with error 12, InfiniBand": (
-        job(version="2.19.3")
-        + warn(
-            "node-a",
-            1000,
-            "NET/IB : Got completion from peer 192.0.2.12<47534> with error 12, opcode 48, len 32764, vendor err 129",
-            "transport/net_ib.cc:1295",
-        ),
-        "fail",
-        "ib-error",
-        "peer's own log",
-    ),
+        job(version="2.19.3") + warn("node-a", 1000, "NET/IB : Got completion from peer 192.0.2.12<47534> with error 12, opcode 48, len 32764, vendor err 129", "transport/net_ib.cc:1295"),
+        "fail", "ib-error", "peer's own log"),
     "a queue pair cannot be set up on RoCE": (
-        job(complete=False)
-        + line("node-a", 1000, "NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:192.0.2.11<0>")
-        + warn("node-a", 1000, "Call to ibv_modify_qp failed with error Connection timed out", "misc/ibvwrap.cc:190"),
-        "fail",
-        "roce-gid",
-        "show_gids",
-    ),
+        job(complete=False) + line("node-a", 1000, "NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:192.0.2.11<0>")
+        + warn("node-a", 1000, "Call to ibv_modify_qp failed with error Connection timed out", "misc/ibvwrap.cc:190"), "fail", "roce-gid", "show_gids"),
     "case 20: mixed NICs": (
-        job(complete=False)
-        + warn(
-            "node-a",
-            1000,
-            "Detected mixed local Net device counts across ranks (min 1, max 4). Set NCCL_IGNORE_NET_MISMATCH=1 to continue.",
-            "init.cc:1591 (initTransportsRank)",
-        ),
-        "fail",
-        "net-mismatch",
-        "NCCL_IB_HCA",
-    ),
+        job(complete=False) + warn("node-a", 1000, "Detected mixed local Net device counts across ranks (min 1, max 4). Set NCCL_IGNORE_NET_MISMATCH=1 to continue.", "init.cc:1591 (initTransportsRank)"),
+        "fail", "net-mismatch", "NCCL_IB_HCA"),
     "case 21: 2.19 wording": (
-        job(complete=False)
-        + warn(
-            "node-b",
-            2000,
-            "socketStartConnect: Connect to 192.0.2.10<46187> failed : Connection timed out",
-            "misc/socket.cc:483",
-        ),
-        "fail",
-        "unreachable-peer",
-        "localhost",
-    ),
+        job(complete=False) + warn("node-b", 2000, "socketStartConnect: Connect to 192.0.2.10<46187> failed : Connection timed out", "misc/socket.cc:483"),
+        "fail", "unreachable-peer", "localhost"),
     "case 21: 2.14 wording": (
-        job(complete=False)
-        + warn("node-b", 2000, "Net : Connect to 192.0.2.10<46187> failed : No route to host", "include/socket.h:456"),
-        "fail",
-        "unreachable-peer",
-        "TCP",
-    ),
+        job(complete=False) + warn("node-b", 2000, "Net : Connect to 192.0.2.10<46187> failed : No route to host", "include/socket.h:456"), "fail", "unreachable-peer", "TCP"),
     "case 21: 2.29 wording, only retries so far": (
-        job(complete=False)
-        + line(
-            "node-b",
-            2000,
-            "ncclOsSocketPollConnect: connect to 192.0.2.10<46187> returned Connection refused, retrying (20/34) after sleep for 2000 msec",
-        ),
-        "fail",
-        "unreachable-peer",
-        "TCP",
-    ),
+        job(complete=False) + line("node-b", 2000, "ncclOsSocketPollConnect: connect to 192.0.2.10<46187> returned Connection refused, retrying (20/34) after sleep for 2000 msec"),
+        "fail", "unreachable-peer", "TCP"),
     "case 22: 2.30 wording": (
         job(**ONE_HOST, complete=False).replace("busId 2000", "busId 1000")
-        + warn(
-            "node-a",
-            1000,
-            "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
-            "init.cc:1141 (initTransportsRank)",
-        ),
-        "fail",
-        "duplicate-gpu",
-        "LOCAL_RANK",
-    ),
+        + warn("node-a", 1000, "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.", "init.cc:1141 (initTransportsRank)"),
+        "fail", "duplicate-gpu", "LOCAL_RANK"),
     "case 23: old versions mixed": (
-        job(complete=False)
-        + warn(
-            "node-b",
-            2000,
-            "ncclSocketInit: connecting to address  with family 0 is neither AF_INET(2) nor AF_INET6(10)",
-            "misc/socket.cc:1",
-        ),
-        "fail",
-        "mixed-nccl",
-        "same torch wheel",
-    ),
+        job(complete=False) + warn("node-b", 2000, "ncclSocketInit: connecting to address  with family 0 is neither AF_INET(2) nor AF_INET6(10)", "misc/socket.cc:1"),
+        "fail", "mixed-nccl", "same torch wheel"),
     "case 23: the same text for an interface that does not exist": (
-        line("node-b", 2000, "NCCL_SOCKET_IFNAME set by environment to eno7")
-        + job(complete=False)
-        + warn(
-            "node-b",
-            2000,
-            "ncclSocketInit: connecting to address  with family 0 is neither AF_INET(2) nor AF_INET6(10)",
-            "misc/socket.cc:1",
-        ),
-        "fail",
-        "no-interface",
-        "ip -br addr",
-    ),
+        line("node-b", 2000, "NCCL_SOCKET_IFNAME set by environment to eno7") + job(complete=False)
+        + warn("node-b", 2000, "ncclSocketInit: connecting to address  with family 0 is neither AF_INET(2) nor AF_INET6(10)", "misc/socket.cc:1"),
+        "fail", "no-interface", "ip -br addr"),
     "case 23b: message truncated": (
-        job(complete=False)
-        + warn("node-b", 2000, "Message truncated : received 1024 bytes instead of 256", "bootstrap.cc:103"),
-        "fail",
-        "mixed-nccl",
-        "container",
-    ),
+        job(complete=False) + warn("node-b", 2000, "Message truncated : received 1024 bytes instead of 256", "bootstrap.cc:103"), "fail", "mixed-nccl", "container"),
     "versions by PyTorch's own lines only": (
         "[rank0]: torch.distributed.DistBackendError: NCCL error in: a.cpp:1, unhandled system error, NCCL version 2.21.5\n"
-        "[rank1]: torch.distributed.DistBackendError: NCCL error in: a.cpp:1, unhandled system error, NCCL version 2.20.5\n"
-        + died(0),
-        "fail",
-        "mixed-nccl",
-        "libnccl.so.2",
-    ),
+        "[rank1]: torch.distributed.DistBackendError: NCCL error in: a.cpp:1, unhandled system error, NCCL version 2.20.5\n" + died(0), "fail", "mixed-nccl", "libnccl.so.2"),
     "case 24: no memory left for NCCL": (
-        job(**ONE_HOST)
-        + warn("node-a", 1001, "Cuda failure 'out of memory'", "include/alloc.h:185", 1)
-        + warn("node-a", 1001, "Failed to CUDA calloc 10485760 bytes", "include/alloc.h:1", 1)
-        + BACKEND_ERROR,
-        "fail",
-        "out-of-memory",
-        "NCCL_BUFFSIZE",
-    ),
+        job(**ONE_HOST) + warn("node-a", 1001, "Cuda failure 'out of memory'", "include/alloc.h:185", 1) + warn("node-a", 1001, "Failed to CUDA calloc 10485760 bytes", "include/alloc.h:1", 1)
+        + BACKEND_ERROR, "fail", "out-of-memory", "NCCL_BUFFSIZE"),
     "case 27: same number, another size": (
-        job(**ONE_HOST) + links("P2P/CUMEM", **LOCAL) + timeout(0, 40, size=64) + timeout(1, 40, size=128),
-        "fail",
-        "desync",
-        "same calls",
-    ),
+        job(**ONE_HOST) + links("P2P/CUMEM", **LOCAL) + timeout(0, 40, size=64) + timeout(1, 40, size=128), "fail", "desync", "same calls"),
     "case 28: 680 against 678": (
-        job(**ONE_HOST) + links("P2P/CUMEM", **LOCAL) + timeout(0, 680) + timeout(1, 678),
-        "fail",
-        "straggler",
-        "uneven steps",
-    ),
+        job(**ONE_HOST) + links("P2P/CUMEM", **LOCAL) + timeout(0, 680) + timeout(1, 678), "fail", "straggler", "uneven steps"),
     "a rank that never enqueued the collective": (
-        job(**ONE_HOST)
-        + links("P2P/CUMEM", **LOCAL)
-        + timeout(0, 78)
+        job(**ONE_HOST) + links("P2P/CUMEM", **LOCAL) + timeout(0, 78)
         + "[rank1]:[E 14:31 ProcessGroupNCCL.cpp:1858] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump signal due to a collective timeout from rank 0. "
-        "Last enqueued NCCL work: 77, last completed NCCL work: 77.\n",
-        "fail",
-        "straggler",
-        "rank 1",
-    ),
+          "Last enqueued NCCL work: 77, last completed NCCL work: 77.\n", "fail", "straggler", "rank 1"),
     "PyTorch's desync report names the rank": (
-        job(**ONE_HOST)
-        + timeout(0, 39)
-        + "\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:\n"
+        job(**ONE_HOST) + timeout(0, 39) + "\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:\n"
         "\t   - [0] joined but didn't finish collective #39 (count from 1)\n\t     [1] finished collective #38, but didn't join collective #39 (count from 1)\n",
-        "fail",
-        "straggler",
-        "py-spy",
-    ),
+        "fail", "straggler", "py-spy"),
     "case 29: 6 here and 3 there, the peer's end is elsewhere": (
-        job()
-        + warn("node-a", 1000, "socketProgress: Connection closed by remote peer node-b<52811>", "misc/socket.cc:50")
-        + line("node-a", 1000, "misc/socket.cc:752 -> 6")
-        + BACKEND_ERROR,
-        "fail",
-        "peer-lost",
-        "other ranks",
-    ),
+        job() + warn("node-a", 1000, "socketProgress: Connection closed by remote peer node-b<52811>", "misc/socket.cc:50") + line("node-a", 1000, "misc/socket.cc:752 -> 6")
+        + BACKEND_ERROR, "fail", "peer-lost", "other ranks"),
     "case 30: containers of one host": (
-        job(**ONE_HOST) + links("NET/Socket/0", **LOCAL),
-        "slow",
-        "same-host-over-net",
-        "--ipc=host",
-    ),
+        job(**ONE_HOST) + links("NET/Socket/0", **LOCAL), "slow", "same-host-over-net", "--ipc=host"),
     "case 30: containers with own names but one address": (
-        job(address="192.0.2.10") + links("NET/Socket/0"),
-        "slow",
-        "same-host-over-net",
-        "/dev/shm",
-    ),
+        job(address="192.0.2.10") + links("NET/Socket/0"), "slow", "same-host-over-net", "/dev/shm"),
     "NCCL_SHM_DISABLE": (
-        line("node-a", 1000, "NCCL_SHM_DISABLE set by environment to 1.")
-        + job(**ONE_HOST)
-        + links("NET/Socket/0", **LOCAL),
-        "slow",
-        "shm-disabled-by-user",
-        "NCCL_SHM_DISABLE",
-    ),
+        line("node-a", 1000, "NCCL_SHM_DISABLE set by environment to 1.") + job(**ONE_HOST) + links("NET/Socket/0", **LOCAL), "slow", "shm-disabled-by-user", "NCCL_SHM_DISABLE"),
     "case 31: two libraries": (
-        'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    import torch\nImportError: libtorch_cuda.so: undefined symbol: ncclCommRegister\n',
-        "fail",
-        "library-conflict",
-        "LD_PRELOAD",
-    ),
+        "Traceback (most recent call last):\n  File \"t.py\", line 1, in <module>\n    import torch\nImportError: libtorch_cuda.so: undefined symbol: ncclCommRegister\n",
+        "fail", "library-conflict", "LD_PRELOAD"),
     "2.18: P2P switched off is logged as a level": (
-        line("node-a", 1000, "NCCL_P2P_LEVEL set by environment to LOC")
-        + job(**ONE_HOST, version="2.18.6")
-        + links("SHM/direct/direct", **LOCAL).replace("00/0", "00"),
-        "slow",
-        "p2p-disabled-by-user",
-        "NCCL_P2P_DISABLE",
-    ),
+        line("node-a", 1000, "NCCL_P2P_LEVEL set by environment to LOC") + job(**ONE_HOST, version="2.18.6") + links("SHM/direct/direct", **LOCAL).replace("00/0", "00"),
+        "slow", "p2p-disabled-by-user", "NCCL_P2P_DISABLE"),
     "NVLink pair without peer access is fatal": (
-        job(**ONE_HOST, complete=False)
-        + warn(
-            "node-a",
-            1000,
-            "P2P is disabled between NVLINK connected GPUs 0 and 1. This should not be the case",
-            "graph/paths.cc:3",
-        ),
-        "fail",
-        "p2p-unavailable",
-        "topo -p2p",
-    ),
+        job(**ONE_HOST, complete=False) + warn("node-a", 1000, "P2P is disabled between NVLINK connected GPUs 0 and 1. This should not be the case", "graph/paths.cc:3"),
+        "fail", "p2p-unavailable", "topo -p2p"),
     "PCIe beyond the P2P level: SHM appears without a word": (
-        job(**ONE_HOST) + links("SHM/direct/direct", **LOCAL),
-        "slow",
-        "p2p-unavailable",
-        "GeForce",
-    ),
+        job(**ONE_HOST) + links("SHM/direct/direct", **LOCAL), "slow", "p2p-unavailable", "GeForce"),
     "RDMA listed, TCP used": (
-        line("node-a", 1000, "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:192.0.2.10<0>")
-        + job()
-        + links("NET/Socket/0"),
-        "slow",
-        "ib-unused",
-        "NCCL_IB_HCA",
-    ),
+        line("node-a", 1000, "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:192.0.2.10<0>") + job() + links("NET/Socket/0"), "slow", "ib-unused", "NCCL_IB_HCA"),
     "RDMA switched off on two hosts": (
-        line("node-a", 1000, "NCCL_IB_DISABLE set by environment to 1.") + job() + links("NET/Socket/0"),
-        "slow",
-        "ib-unused",
-        "unset NCCL_IB_DISABLE",
-    ),
+        line("node-a", 1000, "NCCL_IB_DISABLE set by environment to 1.") + job() + links("NET/Socket/0"), "slow", "ib-unused", "unset NCCL_IB_DISABLE"),
     "every rank of two hosts waits in the same collective": (
-        job() + links("NET/IB/0/GDRDMA") + timeout(0, 900, size=4096) + timeout(1, 900, size=4096),
-        "fail",
-        "net-hang",
-        "nccl-tests",
-    ),
+        job() + links("NET/IB/0/GDRDMA") + timeout(0, 900, size=4096) + timeout(1, 900, size=4096), "fail", "net-hang", "nccl-tests"),
     "only one rank's log": (
-        "".join(s for s in job().splitlines(keepends=True) if s.startswith("node-b")) + timeout(1, 900),
-        "fail",
-        "timeout-unknown",
-        "all ranks",
-    ),
-    "ECC": (
-        job(**ONE_HOST)
-        + "[rank1]:[E ProcessGroupNCCL.cpp:1] [PG 3 Rank 1] x\nCUDA error: uncorrectable ECC error encountered\n"
-        + died(1, -6, 1001),
-        "fail",
-        "gpu-fault",
-        "dcgmi",
-    ),
+        "".join(s for s in job().splitlines(keepends=True) if s.startswith("node-b")) + timeout(1, 900), "fail", "timeout-unknown", "all ranks"),
+    "ECC": (job(**ONE_HOST) + "[rank1]:[E ProcessGroupNCCL.cpp:1] [PG 3 Rank 1] x\nCUDA error: uncorrectable ECC error encountered\n" + died(1, -6, 1001), "fail", "gpu-fault", "dcgmi"),
     "illegal address": (
-        "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: CUDA error: an illegal memory access was encountered\n"
-        + died(1),
-        "fail",
-        "cuda-error",
-        "CUDA_LAUNCH_BLOCKING",
-    ),
+        "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: CUDA error: an illegal memory access was encountered\n" + died(1), "fail", "cuda-error", "CUDA_LAUNCH_BLOCKING"),
     "more ranks than GPUs": (
-        "[rank2]: Traceback (most recent call last):\n[rank2]: RuntimeError: CUDA error: invalid device ordinal\n"
-        + died(2),
-        "fail",
-        "invalid-device",
-        "--nproc_per_node",
-    ),
+        "[rank2]: Traceback (most recent call last):\n[rank2]: RuntimeError: CUDA error: invalid device ordinal\n" + died(2), "fail", "invalid-device", "--nproc_per_node"),
     "the rendezvous port is taken": (
         "Traceback (most recent call last):\ntorch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, code: -98, EADDRINUSE\n",
-        "fail",
-        "port-in-use",
-        "--standalone",
-    ),
+        "fail", "port-in-use", "--standalone"),
     "the rendezvous is not reached": (
         "[rank1]: Traceback (most recent call last):\n[rank1]: torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (node-a, 29500).\n",
-        "fail",
-        "rendezvous-failed",
-        "MASTER_ADDR",
-    ),
+        "fail", "rendezvous-failed", "MASTER_ADDR"),
     "data loader in a small container": (
-        "RuntimeError: DataLoader worker (pid 77) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.\n"
-        + died(0),
-        "fail",
-        "shm-too-small",
-        "--shm-size",
-    ),
+        "RuntimeError: DataLoader worker (pid 77) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.\n" + died(0),
+        "fail", "shm-too-small", "--shm-size"),
     "kernel's memory killer": (
-        "Memory cgroup out of memory: Killed process 1001 (python) total-vm:9kB\n"
-        + job(**ONE_HOST)
-        + died(1, -9, 1001),
-        "fail",
-        "rank-killed",
-        "dmesg",
-    ),
+        "Memory cgroup out of memory: Killed process 1001 (python) total-vm:9kB\n" + job(**ONE_HOST) + died(1, -9, 1001), "fail", "rank-killed", "dmesg"),
     "srun": ("srun: error: node-b: task 1: Killed\n" + job(), "fail", "rank-killed", "scheduler"),
-    "mpirun": (
-        "mpirun noticed that process rank 1 with PID 0 on node node-b exited on signal 11 (Segmentation fault).\n"
-        + job(),
-        "fail",
-        "rank-crashed",
-        "SIGBUS",
-    ),
+    "mpirun": ("mpirun noticed that process rank 1 with PID 0 on node node-b exited on signal 11 (Segmentation fault).\n" + job(), "fail", "rank-crashed", "SIGBUS"),
     "collectives compared by PyTorch": (
         "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running collective: CollectiveFingerPrint("
-        "SequenceNumber=3, OpType=ALLREDUCE), but Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=3, OpType=ALLGATHER)\n",
-        "fail",
-        "desync",
-        "same order",
-    ),
+        "SequenceNumber=3, OpType=ALLREDUCE), but Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=3, OpType=ALLGATHER)\n", "fail", "desync", "same order"),
     "rank 0 never shared its id": (
         "[rank1]: Traceback (most recent call last):\n[rank1]: torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
-        "key-value store by key '0', but store->get('0') got error: Socket Timeout\n",
-        "fail",
-        "straggler",
-        "last lines",
-    ),
+        "key-value store by key '0', but store->get('0') got error: Socket Timeout\n", "fail", "straggler", "last lines"),
     "NCCL_DEBUG unset: only PyTorch repeats the warning": (
-        BACKEND_ERROR.replace("unhandled system error", "invalid usage")
-        + "[rank0]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n[rank0]: Last error:\n"
-        "[rank0]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60\n" + died(0),
-        "fail",
-        "duplicate-gpu",
-        "LOCAL_RANK",
-    ),
+        BACKEND_ERROR.replace("unhandled system error", "invalid usage") + "[rank0]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n[rank0]: Last error:\n"
+        "[rank0]: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60\n" + died(0), "fail", "duplicate-gpu", "LOCAL_RANK"),
     "NCCL_DEBUG unset and no reason given": (BACKEND_ERROR + died(0), "fail", "nccl-error", "NCCL_DEBUG=INFO"),
-    "this project's own one-line error": (
-        "error: --global-batch 30 cannot be split\n" + died(0, 2),
-        "fail",
-        "rank-raised",
-        "fix that error",
-    ),
+    "a handled error does not hide the real one": (
+        job(**ONE_HOST) + "CUDA out of memory, trying micro-batch 4\n" + "step 1 ok\n" * 60 + "[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/w/x.py", line 8, in <module>\n[rank1]: ValueError: bad sample 12\n', "fail", "rank-raised", "x.py:8"),
+    "one chain of exceptions is one failure": (
+        '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/w/a.py", line 8, in <module>\n[rank1]: KeyError: \'x\'\n'
+        "[rank1]: During handling of the above exception, another exception occurred:\n[rank1]: Traceback (most recent call last):\n"
+        '[rank1]:   File "/w/a.py", line 18, in <module>\n[rank1]: RuntimeError: sample 12 broken\n', "fail", "rank-raised", "KeyError: 'x' (a.py:8); then"),
+    "the log begins after the traceback's head": ("[rank0]: RuntimeError: NCCL Error 2: unhandled system error\n", "fail", "nccl-error", "NCCL_DEBUG=INFO"),
+    "SIGSEGV under torchrun": (job(**ONE_HOST) + died(1, -11, 1001), "fail", "rank-crashed", "signal 11"),
+    "SIGABRT and no reason": (job(**ONE_HOST) + died(1, -6, 1001), "fail", "rank-crashed", "exit code -6"),
+    "Slurm's memory limit": (
+        job() + "slurmstepd: error: Detected 1 oom_kill event in StepId=77.0. Some of the step tasks have been OOM Killed.\n"
+        "srun: error: node-b: task 1: Out Of Memory\n", "fail", "rank-killed", "rank 1"),
+    "2.30 completion, after a kill under srun -l": (
+        "".join(f"{int('node-b' in text)}: {text}\n" for text in job().splitlines()) + "srun: error: node-b: task 1: Killed\n"
+        + "0: " + warn("node-a", 1000, "NET/IB: Got completion from peer 192.0.2.12<4> with status=IBV_WC_RETRY_EXC_ERR(12) vendor_err=129", "net_ib/p2p.cc:1 (x)").strip() + "\n",
+        "fail", "rank-killed", "scheduler"),
+    "one pod per host, both on the container network": (
+        "".join(f"[pod/t-{int('node-b' in text)}/main] 2026-03-10T09:14:02.118Z {text}\n"
+                for text in job(complete=False, interface="cni0", address="10.244.0.1").splitlines()), "fail", "wrong-interface", "cni0"),
+    "2.30 wording of a full /dev/shm": (
+        job(**ONE_HOST, complete=False) + warn("node-a", 1000, "Error: failed to extend /dev/shm/nccl-aa to 33030532 bytes, error: No space left on device (28)",
+                                               "misc/shmutils.cc:87 (ncclShmOpen)"), "fail", "shm-too-small", "--shm-size"),
+    "a shard group of HSDP differs": (
+        job(per_host=4) + timeout(4, 30, "_ALLGATHER_BASE", 64, "1(mesh_shard)", local=0) + timeout(5, 30, "_REDUCE_SCATTER_BASE", 64, "1(mesh_shard)", local=1),
+        "fail", "desync", "rank 5 in _REDUCE_SCATTER_BASE"),
+    "out of memory behind torchrun --tee": (
+        "".join(f"[default3]:{text}\n" for text in ("[rank3]: Traceback (most recent call last):", '[rank3]:   File "/w/x.py", line 9, in <module>',
+                                                    "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."))
+        + "".join(f"[default{r}]:{text}\n" for r in (0, 1, 2) for text in timeout(r, 50).splitlines()), "fail", "out-of-memory", "rank 3"),
+    "this project's own one-line error": ("error: --global-batch 30 cannot be split\n" + died(0, 2), "fail", "rank-raised", "fix that error"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -885,44 +503,39 @@ def test_composed_case(name):
     assert word in result["report"]
 
 
+# fmt: off
 HEALTHY = {
     "two hosts over RDMA with GPUDirect": job() + links("NET/IB/0/GDRDMA"),
-    "two hosts over TCP, nothing else there": line("node-a", 1000, "NET/IB : No device found.")
-    + job()
-    + links("NET/Socket/0"),
+    "two hosts over TCP, nothing else there": line("node-a", 1000, "NET/IB : No device found.") + job() + links("NET/Socket/0"),
     "AWS": job() + links("NET/AWS Libfabric/0/GDRDMA"),
     "loopback on one host": job(**ONE_HOST, interface="lo", address="127.0.0.1") + links("P2P/CUMEM", **LOCAL),
     "docker0 on one host": job(**ONE_HOST, interface="docker0", address="172.17.0.2") + links("P2P/IPC", **LOCAL),
-    "RDMA switched off on one host": line("node-a", 1000, "NCCL_IB_DISABLE set by environment to 1.")
-    + job(**ONE_HOST)
-    + links("P2P/CUMEM", **LOCAL),
-    "P2P switch set to 0": line("node-a", 1000, "NCCL_P2P_DISABLE set by environment to 0.")
-    + job(**ONE_HOST)
-    + links("P2P/CUMEM", **LOCAL),
-    "a few retries before the peer listened": line(
-        "node-b",
-        2000,
-        "socketPollConnect: connect returned Connection refused, retrying (2/34) after sleep for 200 msec",
-    )
-    + job(),
-    "teardown": job(**ONE_HOST)
-    + line("node-a", 1000, "[Service thread] Connection closed by localRank 1")
-    + line("node-a", 1000, "misc/socket.cc:64 -> 3")
+    "RDMA switched off on one host": line("node-a", 1000, "NCCL_IB_DISABLE set by environment to 1.") + job(**ONE_HOST) + links("P2P/CUMEM", **LOCAL),
+    "P2P switch set to 0": line("node-a", 1000, "NCCL_P2P_DISABLE set by environment to 0.") + job(**ONE_HOST) + links("P2P/CUMEM", **LOCAL),
+    "a few retries before the peer listened": line("node-b", 2000, "socketPollConnect: connect returned Connection refused, retrying (2/34) after sleep for 200 msec") + job(),
+    "teardown": job(**ONE_HOST) + line("node-a", 1000, "[Service thread] Connection closed by localRank 1") + line("node-a", 1000, "misc/socket.cc:64 -> 3")
     + line("node-a", 1000, "comm 0x10 rank 0 nranks 2 cudaDev 0 busId 1000 - Abort COMPLETE"),
-    "a caught exception that a worker printed": job(**ONE_HOST)
-    + 'Traceback (most recent call last):\n  File "x.py", line 3, in get\nPIL.UnidentifiedImageError: cannot identify a.jpg\n'
+    "a caught exception that a worker printed": job(**ONE_HOST) + "Traceback (most recent call last):\n  File \"x.py\", line 3, in get\nPIL.UnidentifiedImageError: cannot identify a.jpg\n"
     + "step 1 ok\n" * 200,
-    "progress bars": job(**ONE_HOST)
-    + "".join(f"\r{p}%|###  | {p}/100 [00:01<00:02]" for p in range(0, 100, 10))
-    + "\n",
-    "words that sound bad": job(**ONE_HOST)
-    + "INFO 0 Errors, memory 12 GiB, kill switch off, signal to noise 3.1, collective mean\n",
+    "progress bars": job(**ONE_HOST) + "".join(f"\r{p}%|###  | {p}/100 [00:01<00:02]" for p in range(0, 100, 10)) + "\n",
+    "words that sound bad": job(**ONE_HOST) + "INFO 0 Errors, memory 12 GiB, kill switch off, signal to noise 3.1, collective mean\n",
     "a tool's error line": job(**ONE_HOST) + "error: externally-managed-environment\nstep 1 ok\n",
+    "PyTorch's own harmless warnings": job(**ONE_HOST)
+    + "[W socket.cpp:697] [c10d] The client socket has failed to connect to [node-a]:29500 (errno: 97 - Address family not supported by protocol).\n"
+    "[rank0]:[W1130 22:44:56.2 ProcessGroupNCCL.cpp:4561] [PG ID 0 PG GUID 0 Rank 0]  using GPU 0 to perform barrier as devices used by this process are currently "
+    "unknown. This can potentially cause a hang if this rank to GPU mapping is incorrect.\n"
+    "[rank0]:[W1130 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed before we destruct ProcessGroupNCCL.\n"
+    "[rank1]:[W1130 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=62, remote=[localhost]:29500): Connection reset by peer\n",
+    "an out-of-memory that the program handled": job(**ONE_HOST) + "torch.OutOfMemoryError: CUDA out of memory. Tried 3 GiB; trying micro-batch 4\n" + "step 1 ok\n" * 60,
+    "NVLS absent": job(**ONE_HOST) + line("node-a", 1000, "NVLS multicast support is not available on dev 0 (NVLS_NCHANNELS 0)") + links("P2P/CUMEM", **LOCAL),
+    "2.30 with time stamps on every line": "".join(f"[2026-03-10 09:14:02.{n:03}] {text}\n" for n, text in enumerate(
+        (job(**ONE_HOST, version="2.30.7").replace("ncclCommInit", "[Rank 0] ncclCommInit") + links("P2P/CUMEM", **LOCAL)).splitlines())),
     "gloo on a CPU": "W1130 22:44:56.2 3620 torch/distributed/run.py:874] Setting OMP_NUM_THREADS environment variable\nstep 1 ok\n",
     "2.14": "node-a:1:20 [0] NCCL INFO Bootstrap : Using eth0:192.0.2.1<0>\nNCCL version 2.14.3+cuda11.7\n"
     "node-a:1:20 [0] NCCL INFO Channel 00/0 : 0[1000] -> 1[2000] via P2P/IPC/read\nnode-a:2:21 [1] NCCL INFO Channel 00/0 : 1[2000] -> 0[1000] via P2P/IPC/read\n"
     "node-a:1:20 [0] NCCL INFO comm 0x7f rank 0 nranks 2 cudaDev 0 busId 1000 - Init COMPLETE\nnode-a:2:21 [1] NCCL INFO comm 0x8f rank 1 nranks 2 cudaDev 1 busId 2000 - Init COMPLETE\n",
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", HEALTHY)

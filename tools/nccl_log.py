@@ -452,7 +452,7 @@ class Log:
     heads: Table = field(default_factory=Table)  # text before " NCCL " -> what it says
     repeated: Table = field(default_factory=Table)
     seen: Table = field(default_factory=Table)  # a rule's code, an event, a version, a setting -> list of Seen
-    count: Counter = field(default_factory=Counter)  # the same keys; and of each, lines per Who
+    count: Counter = field(default_factory=Counter)  # the same keys -> lines, kept or not
     after: Counter = field(default_factory=Counter)  # consequences
     processes: Table = field(default_factory=Table)  # (host, pid) -> Process
     groups: Table = field(default_factory=Table)
@@ -476,8 +476,8 @@ class Log:
     def see(self, key, seen, text="", who=None):
         """Keep two lines of each rank; the rest is only counted. The last one replaces the second."""
         seen = seen._replace(text=text, who=who or seen.who)
-        self.count[key] += 1
         kept = self.seen.setdefault(key, [])
+        self.count[key] += key in self.seen
         again = [i for i in range(len(kept) - 1, max(-1, len(kept) - 65), -1) if kept[i].who == seen.who]
         if len(again) > 1:
             kept[again[0]] = seen
@@ -771,8 +771,9 @@ def traceback_line(log, stream, rest, seen):
     elif ECHO.search(text):
         if "ChildFailed" not in text:
             log.see("echo", seen, text)
-        if "Timed out waiting" in text:  # gloo
-            log.see("waited", seen, trace[1] or "a collective")
+        if "Timed out waiting" in text and seen.who.rank is not None:  # gloo has no watchdog: each waiting rank raises
+            rank, call = seen.who.rank, (trace[1] or "a collective", None)
+            log.stuck.setdefault((rank, 0, "gloo"), Stuck(seen, rank, 0, call))
         count_consequence(log, text)
     elif match[1] not in ("SystemExit", "KeyboardInterrupt"):
         log.see("raised", seen, text + trace[0])
@@ -1278,8 +1279,7 @@ def hangs(job):
         by_group[stuck.group].append(stuck)
     found = [finding(job, code, log.of(code)) for code in ("desync", "straggler") if code in log.seen]
     found += [judge(job, group, stuck) for group, stuck in by_group.items()]
-    found = found + unmatched_messages(job) or gloo_timeouts(job)
-    return sorted(found, key=lambda one: HANGS.index(one.code))[:1]
+    return sorted(found + unmatched_messages(job), key=lambda one: HANGS.index(one.code))[:1]
 
 
 def judge(job, group, all_stuck):
@@ -1291,7 +1291,7 @@ def judge(job, group, all_stuck):
     first, local = min(one.seq for one in stuck.values()), {one.local for one in stuck.values()}
     seen = [one.seen for one in stuck.values()]
     calls = {rank: one.call for rank, one in stuck.items() if one.seq == first}
-    said = f"collective {first}: {spoken(calls)}"
+    said = f"collective {first}: {spoken(calls)}" if first else spoken(calls)
     # Groups of one number may be several (HSDP): then one local rank stands for several ranks, and nothing compares.
     if len(local) == len(stuck):
         if mismatch(calls):
@@ -1306,7 +1306,7 @@ def judge(job, group, all_stuck):
             return finding(job, "straggler", seen, said, behind)
     world = group in ("", "0") or "default_pg" in group
     if world and (silent := set(range(job.size)) - {*stuck} - {*others}):
-        return silent_ranks(job, silent, first, calls, seen)
+        return silent_ranks(job, silent, first, calls, said, seen)
     kinds = {link.transport[:3] for link in job.links.values()}
     code = "p2p-hang" if "P2P" in kinds else "timeout-unknown"
     if job.nodes > 1 and (not kinds or "NET" in kinds):
@@ -1315,12 +1315,12 @@ def judge(job, group, all_stuck):
     return finding(job, code, seen, said, stuck)
 
 
-def silent_ranks(job, silent, first, calls, seen):
-    said = f"collective {first}: {spoken(calls)} wait"
-    if not silent <= {*job.rows, *job.log.dumps, *job.log.ranks}:
+def silent_ranks(job, silent, first, calls, said, seen):
+    log, said = job.log, f"{said} wait"
+    if not silent <= {*job.rows, *log.dumps, *log.ranks, *(end.rank for end in log.exits.values())}:
         return finding(job, "timeout-unknown", seen, f"{said}; {in_words(silent)} not shown in this log", calls)
     small = all(size is None or size[0] <= 1024 for _, size in calls.values())
-    bars = [bar for bar in job.log.bars.values() if job.rank(bar.who) in (0, None)][-1:]
+    bars = [bar for bar in log.bars.values() if job.rank(bar.who) in (0, None)][-1:]
     if silent == {0} and first <= 20 and (small or bars):
         said += "".join(f"; its last progress: {split_tag(bar.raw)[2].strip()[:80]}" for bar in bars)
         return finding(job, "rank0-busy", seen + bars, said, [0])
@@ -1365,19 +1365,6 @@ def unmatched_messages(job):
             seen = Seen(log.dumps[mine], 1, waiting[0].text, Who(rank=mine))
             found.append(finding(job, "straggler", [seen], said, [peer]))
     return found
-
-
-def gloo_timeouts(job):
-    """On CPU there is no watchdog: each waiting rank raises, with its call in the traceback."""
-    seen = job.log.of("waited")
-    calls = {job.rank(one.who): (one.text, None) for one in seen if job.rank(one.who) is not None}
-    silent = set(range(job.size)) - {*calls}
-    if mismatch(calls):
-        return [finding(job, "desync", seen, spoken(calls), minority(calls))]
-    if calls and silent:
-        said = f"{spoken(calls)} waited; {in_words(silent)} did not report"
-        return [finding(job, "straggler", seen, said, silent)]
-    return [finding(job, "timeout-unknown", seen, spoken(calls), calls)] if seen else []
 
 
 def unexplained(job):
