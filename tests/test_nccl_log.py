@@ -490,6 +490,13 @@ CASES = {
         "".join(f"[default3]:{text}\n" for text in ("[rank3]: Traceback (most recent call last):", '[rank3]:   File "/w/x.py", line 9, in <module>',
                                                     "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."))
         + "".join(f"[default{r}]:{text}\n" for r in (0, 1, 2) for text in timeout(r, 50).splitlines()), "fail", "out-of-memory", "rank 3"),
+    "gloo is given an interface that does not exist": (
+        "error: rank 1, start: the first gloo all-reduce of 2 ranks failed ([enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: "
+        "nosuch)\n" + died(0), "fail", "no-interface", "GLOO_SOCKET_IFNAME"),
+    "this project's first collective fails": (
+        "error: rank 1, start: the first nccl all-reduce of 2 ranks failed (unknown)\n" + died(0), "fail", "init-incomplete", "tools/doctor.py"),
+    "this project's own line about a killed rank is no second cause": (
+        "error: step 6: rank 1 died without a word (killed? out of host memory? see dmesg)\n" + died(1, -9), "fail", "rank-killed", "rank 1, exit code -9"),
     "this project's own one-line error": ("error: --global-batch 30 cannot be split\n" + died(0, 2), "fail", "rank-raised", "fix that error"),
 }
 # fmt: on
@@ -769,6 +776,23 @@ def test_recorder_finds_a_send_nobody_receives():
         and first(result)["ranks"] == [1]
         and "posted 1 recv" in first(result)["cause"]
     )
+
+
+def test_a_damaged_dump_does_not_hide_the_others():
+    good = [dump(0, [entry(1, state="started")]), dump(1, [entry(1, "all_gather", state="started")])]
+    cut = pickle.dumps({"entries": []})[:-3]
+    result = diagnose(*good, ("trace_rank_2", cut), ("trace_rank_3", b'{"entries": 7}'))
+    assert first(result)["code"] == "desync" and ("dump-refused", "note") in codes(result)
+
+
+def test_a_log_that_begins_like_a_pickle_is_still_read():
+    result = diagnose(("x", b"\x80\x04 junk\n" + text_of("kill").encode()))
+    assert first(result)["code"] == "rank-killed"
+
+
+def test_recorder_tells_the_version_of_nccl():
+    data = json.dumps({"entries": [entry(1)], "pg_config": {}, "nccl_version": "2.28.9"}).encode()
+    assert diagnose(("rank_0.json", data))["nccl"] == ["2.28.9"]
 
 
 def test_recorder_refuses_anything_but_plain_containers(tmp_path):

@@ -69,9 +69,10 @@ mixed-nccl  fail  ranks run different NCCL versions
   do    the same torch wheel or container on every host; look for a second libnccl.so.2 in LD_LIBRARY_PATH or LD_PRELOAD
   warn  Mismatched NCCL version|Message truncated : received|is neither AF_INET
 no-interface  fail  no usable network interface
-  why   NCCL_SOCKET_IFNAME matches none, or leaves only ones without an address
+  why   NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs) matches none, or leaves only ones without an address
   do    unset NCCL_SOCKET_IFNAME, or name an interface that `ip -br addr` shows as UP with an address on every host
   warn  no (?:socket |IP |usable )?interface found|No IP interface found
+  text  Unable to find address for: |Unable to find interface for:
 p2p-unavailable  slow  GPUs of one host exchange data through host memory
   why   direct access between these GPUs is not available
   do    nothing to repair on GeForce cards; fewer and larger all-reduces help: gradient accumulation, a larger local batch.
@@ -195,7 +196,8 @@ timeout-unknown  fail  a collective timed out
         TORCH_NCCL_TRACE_BUFFER_SIZE=2000 with their dump files
 init-incomplete  fail  communicators began and did not complete
   why   the ranks could not all connect, or some never came
-  do    compare the interfaces above between hosts; start the missing ranks; tools/doctor.py tests the ports
+  do    compare the interfaces above between hosts; start the missing ranks; tools/doctor.py tests interfaces and ports
+  text  the first \w+ all-reduce of \d+ ranks failed
 nccl-error  fail  NCCL reported an error
   why   the cause is not shown in this log
   do    run again with NCCL_DEBUG=INFO and NCCL_DEBUG_FILE=/tmp/nccl.%h.%p.log
@@ -265,6 +267,7 @@ FOLLOWS = {  # counted as consequences unless they are the cause
     "unreachable-peer": "failed connection",
     "ib-error": "failed network card request",
     "rendezvous-failed": "failed rendezvous",
+    "init-incomplete": "failed first collective",
     "stopped": "stop signal",
 }
 
@@ -284,6 +287,7 @@ ECHO = re.compile(
     r"DistBackendError|DistStoreError|DistNetworkError|NCCL [Ee]rror|NCCL [Cc]ommunicator|nccl\w+Error|gloo/"
     r"|Connection (?:closed|reset) by (?:remote )?peer|Broken pipe|Timed out waiting|Socket Timeout|monitoredBarrier"
     r"|ProcessGroupNCCL|ChildFailedError|Process(?:Raised|Exited)Exception|CalledProcessError|wait timeout"
+    r"|died without a word|the ranks lost each other"
 )
 CONSEQUENCES = (  # only counted
     ("closed connection", re.compile(r"Connection (?:closed|reset) by|Service thread\] (?:Connection cl|Accept f)")),
@@ -325,6 +329,7 @@ GROUP = re.compile(r"\[PG (?:ID )?(\d{1,9})(?: PG GUID ([^\s(\]]+))?(?: ?\([^)]*
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d{1,9}).*last completed (?:NCCL )?work: -?\d{1,9}", re.I)
 FRAME = re.compile(r'\s+File "(.+?)", line (\d{1,9}), in (\S+)')
 RAISED = re.compile(r" ?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: (.*))?$")
+OWN_ERROR = re.compile(r"error: (?:rank (\d{1,9}), )?")  # the one line of this project's scripts
 LAST_LINE = re.compile(r" ?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
 FAILED = re.compile(r"failed \(exitcode: (-?\d{1,9})\) local_rank: (\d{1,9}) \(pid: (\d{1,9})\)")
 SUMMARY = re.compile(r"\b(host|rank|exitcode)\s+: (-?[\w.-]+)(?: \((?:local_rank|pid): (\d{1,9})\))?")
@@ -505,8 +510,8 @@ def read(log, stream, name):
     start = stream.read(4096)
     if start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5" or start[:1] == b"{" and b'"entries"' in start:
         start += stream.read(DUMP)
+        log.lengths[name] = 1
         if read_dump(log, start, name):
-            log.lengths[name] = 1
             return
     number, rest, block = 1, start, start
     while block:
@@ -740,14 +745,16 @@ def count_consequence(log, text):
 
 
 def error_line(log, text, seen):
-    if text.startswith("error: "):  # this project's own one-line errors
-        log.see("own-error", seen, text[7:300])
-        return True
+    own = OWN_ERROR.match(text)
+    if own and own[1]:
+        seen = seen._replace(who=Who(rank=int(own[1])))
     code = next((code for code, pattern in TEXT if pattern.search(text)), None)
     if code:
         log.recognised = True
         log.see(code, seen, text.strip()[:300])
-    return code is not None
+    elif own:
+        log.see("echo" if ECHO.search(text) else "own-error", seen, text[7:300])
+    return bool(code or own)
 
 
 def traceback_line(log, stream, rest, seen):
@@ -850,18 +857,22 @@ def ended(log, seen, code, pid, rank=None, local=None, host="", root=False):
 
 
 # ── the flight recorder: one dump per rank ───────────────────────────────────────────────────────────────────────────
+class Refused(Exception):
+    """A pickle that asks for more than plain containers."""
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Dumps hold dicts, lists, tuples, strings and numbers; a pickle that asks for more could run code."""
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"asks for {module}.{name}; only plain containers are read")
+        raise Refused(f"asks for {module}.{name}; only plain containers are read")
 
     def persistent_load(self, pid):
-        raise pickle.UnpicklingError("asks for an object outside the file; only plain containers are read")
+        raise Refused("asks for an object outside the file; only plain containers are read")
 
 
 def read_dump(log, data, name):
-    """False if it is none after all. The rank is the last number in the file's name."""
+    """False if it is a log after all. The rank is the last number in the file's name."""
     numbers = re.findall(r"\d{1,9}", os.path.basename(name).removesuffix(".json").removesuffix(".pkl"))
     rank = int(numbers[-1]) if numbers else len(log.dumps)
     try:
@@ -869,9 +880,11 @@ def read_dump(log, data, name):
         listed = {str(group): str(config.get("ranks", "")) for group, config in (raw.get("pg_config") or {}).items()}
         entries = [recorded_call(entry) for entry in raw["entries"][-LIMIT:]]
     except Exception as error:  # a foreign file can be wrong in any way
-        reason = str(error) if isinstance(error, pickle.UnpicklingError) else type(error).__name__
+        if b" NCCL " in data or b"Traceback" in data:
+            return False
+        reason = str(error) if isinstance(error, Refused) else f"not a flight-recorder dump ({type(error).__name__})"
         log.see("dump-refused", Seen(name, 1, ""), f"{name}: {reason}")
-        return isinstance(error, pickle.UnpicklingError)
+        return True
     for group, seq, message, call in entries:
         if message:
             log.messages.setdefault((message[0], group, *message[1:]), []).append(call)
@@ -879,6 +892,8 @@ def read_dump(log, data, name):
             log.recorded.setdefault(group, Table()).setdefault(seq, {}).setdefault(rank, call)
             log.recorded_ranks[group] = set(map(int, re.findall(r"\d{1,9}", listed.get(group, "")))) or {rank}
     log.wrapped |= bool(raw["entries"] and raw["entries"][0].get("record_id"))
+    if version := re.match(r"[\d.]+", str(raw.get("nccl_version") or raw.get("comm_lib_version"))):
+        log.see(("version", version[0]), Seen(name, 1, "", Who(rank=rank)))
     log.dumps[rank], log.recognised = name, True
     return True
 
@@ -1370,6 +1385,8 @@ def unmatched_messages(job):
 def unexplained(job):
     """Something failed and nothing above says why."""
     log, exits, echoes, lost = job.log, job.log.ended_badly(), job.log.of("echo"), job.log.of("peer-lost")
+    if "init-incomplete" in log.seen:
+        return [finding(job, "init-incomplete", log.of("init-incomplete"))]
     alone = [end for end in exits if end.root and job.rank_at_exit(end) not in job.ranks(echoes)]
     if alone and alone[0].code > 0:
         said = f"exit code {alone[0].code}; its traceback is not shown in this log"
