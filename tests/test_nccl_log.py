@@ -919,3 +919,12 @@ def test_it_is_one_file_of_the_standard_library():
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
     }
     assert names <= set(sys.stdlib_module_names)
+
+
+def test_the_chapter_names_lines_that_the_script_has():
+    """docs/nccl.md explains `# comm:` lines of fsdp_train.py by their text."""
+    chapter, script = ((HERE.parent / name).read_text() for name in ("docs/nccl.md", "fsdp_train.py"))
+    spoken = [text for text in script.splitlines() if "# comm:" in text]
+    quoted = re.findall(r"(?m)^\| `(.+?)` \|", chapter.split("## Which line of the script")[1])
+    assert len(quoted) > 10
+    assert not [quote for quote in quoted if not any(quote in text for text in spoken)]
