@@ -463,6 +463,9 @@ CASES = {
     "a handled error does not hide the real one": (
         job(**ONE_HOST) + "CUDA out of memory, trying micro-batch 4\n" + "step 1 ok\n" * 60 + "[rank1]: Traceback (most recent call last):\n"
         '[rank1]:   File "/w/x.py", line 8, in <module>\n[rank1]: ValueError: bad sample 12\n', "fail", "rank-raised", "x.py:8"),
+    "a traceback that a reader printed long before the kill": (
+        job(**ONE_HOST) + 'Traceback (most recent call last):\n  File "x.py", line 3, in get\nPIL.UnidentifiedImageError: cannot identify a.jpg\n' + "step 1 ok\n" * 60
+        + died(1, -9, 1001), "fail", "rank-killed", "1. [fail] rank-killed"),
     "one chain of exceptions is one failure": (
         '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/w/a.py", line 8, in <module>\n[rank1]: KeyError: \'x\'\n'
         "[rank1]: During handling of the above exception, another exception occurred:\n[rank1]: Traceback (most recent call last):\n"

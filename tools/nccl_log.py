@@ -1141,17 +1141,18 @@ def diagnose(log):
 
 
 def credible(log, seen):
-    """An error may be caught and only printed. It ended a process if the launcher says that one ended badly, if it comes
-    from PyTorch's own hook (`[rank1]:`), which sees uncaught errors only, or if the log ends soon after it."""
-    near_the_end = log.lengths[seen.file] - seen.line < 20
-    return bool(log.ended_badly()) or bool(seen.who.process) or seen.who.rank is not None or near_the_end
+    """An error may be caught and only printed. It ended a process if the launcher says that one ended badly or other ranks
+    miss one, if it comes from PyTorch's own hook (`[rank1]:`), which sees uncaught errors only, or if the log soon ends."""
+    missed = log.ended_badly() or log.stuck or "echo" in log.seen
+    return bool(missed or seen.who.process or seen.who.rank is not None or log.lengths[seen.file] - seen.line < 20)
 
 
 def uncaught(log):
     """Python errors by text."""
-    kept = defaultdict(list)
+    kept, roots = defaultdict(list), [end.code for end in log.ended_badly() if end.root]
+    killed = roots and all(code in (-7, -9, -11, 135, 137, 139) for code in roots)  # then no Python error ended it
     for seen in log.of("raised"):
-        if seen.who.tag or credible(log, seen):
+        if credible(log, seen) and not (killed and seen.who.rank is None):
             kept[seen.text].append(seen)
     for seen in log.of("own-error") if log.ended_badly() else ():
         kept[seen.text].append(seen)
