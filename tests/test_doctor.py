@@ -306,6 +306,8 @@ def test_hosts_connect_and_one_that_does_not_listen_is_named():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert "error" not in found[0]["1"] and abs(found[1]["0"]["skew"]) < 1
+    store.set("doctor/listens/0", store.get("doctor/listens/1"))  # as when both hosts use one bridge address
+    assert doctor.reach(store, 5, [0], "127.0.0.1", seconds=2)["0"]["error"] == "another host answers there"
     assert found[0]["2"]["error"] == found[1]["2"]["error"] == "it did not listen"
 
 

@@ -524,6 +524,7 @@ def judge_settings(parts):
 def judge_network(parts, settings, nodes, gpu):
     """Which interface each host will use, and whether its own name leads anywhere."""
     results, used, name = [], {}, interface_variable(gpu)
+    several = len({parts[rank]["host"] for rank in nodes.values()}) > 1
     for rank in nodes.values():
         part = parts[rank]
         chosen = used[part["host"]] = chosen_interfaces(part, settings.get(rank, {}), gpu)
@@ -531,17 +532,15 @@ def judge_network(parts, settings, nodes, gpu):
         if not chosen:
             found = f"{part['host']}: {name}={settings[rank].get(name, ('',))[0]} leaves none"
             results.append(Result("interface", "fail", found, f"unset {name}, or name one of {there}"))
-        elif len(nodes) > 1 and (chosen[0][0] == "lo" or nccl_log.VIRTUAL.match(chosen[0][0])):
+        elif several and (chosen[0][0] == "lo" or nccl_log.VIRTUAL.match(chosen[0][0])):
             fix = f"{name} = the interface that reaches the other hosts (of {there})"
             results.append(Result("interface", "fail", f"{part['host']} would use {' '.join(chosen[0])}", fix))
-        if len(nodes) > 1 and any(address.startswith("127.") or address == "::1" for address in part["resolved"]):
+        if several and any(address.startswith("127.") or address == "::1" for address in part["resolved"]):
             fix = f"in /etc/hosts give {part['host']} its address on the network instead of 127.x"
             results.append(Result("hostname", "fail", f"{part['host']} resolves to {', '.join(part['resolved'])}", fix))
         elif not part["resolved"]:
             fix = f"add {part['host']} to /etc/hosts or DNS"
-            results.append(
-                Result("hostname", "fail" if len(nodes) > 1 else "note", f"{part['host']} has no address", fix)
-            )
+            results.append(Result("hostname", "fail" if several else "note", f"{part['host']} has no address", fix))
     if not any(one.check == "interface" for one in results):
         found = "; ".join(f"{host}: {', '.join(' '.join(pair) for pair in pairs[:3])}" for host, pairs in used.items())
         results.insert(0, Result("interface", "ok", found))
@@ -593,7 +592,7 @@ def judge_machine(parts, nodes, gpu, rdma):
             results.append(
                 Result("GPUDirect", "slow", "nvidia_peermem is not loaded and the driver is not the open one", fix)
             )
-    return list(dict.fromkeys(results))
+    return results
 
 
 def judge_disk(parts, wanted):
@@ -736,18 +735,19 @@ def collect(store, keys, seconds):
     return found
 
 
-def answer_with_the_time(listener):
+def answer(listener, node):
+    """Who I am and what time it is, to everyone who asks."""
     while True:
         connection, _ = listener.accept()
         with contextlib.suppress(OSError), connection:
             connection.recv(1)
-            connection.sendall(f"{time.time():.6f}\n".encode())
+            connection.sendall(f"{node} {time.time():.6f}\n".encode())
 
 
 def reach(store, node, nodes, address, seconds):
     """Connect to the listener of every host, this one's too, on a port of the kernel's choice as NCCL and gloo do."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    threading.Thread(target=answer_with_the_time, args=(listener,), daemon=True).start()
+    threading.Thread(target=answer, args=(listener, node), daemon=True).start()
     post(store, f"listens/{node}", listener.getsockname()[:2])
     found = {}
     for key, where in collect(store, [f"listens/{other}" for other in nodes], seconds / 2).items():
@@ -755,12 +755,14 @@ def reach(store, node, nodes, address, seconds):
         try:
             with socket.create_connection(where, timeout=5) as connection:  # comm: TCP, one byte to every host
                 connection.sendall(b"?")
-                remote = float(connection.makefile().readline())
+                who, remote = connection.makefile().readline().split()
             rtt = time.time() - started
-            answer = {"skew": remote - started - rtt / 2, "rtt": rtt}
+            said = {"skew": float(remote) - started - rtt / 2, "rtt": rtt}
+            if who != key.removeprefix("listens/"):
+                said = {"error": "another host answers there"}
         except (OSError, ValueError) as error:
-            answer = {"error": str(error) or type(error).__name__}
-        found[key.removeprefix("listens/")] = answer | {"address": where[0]}
+            said = {"error": str(error) or type(error).__name__}
+        found[key.removeprefix("listens/")] = said | {"address": where[0]}
     silent = {str(other): {"error": "it did not listen", "address": "?"} for other in nodes}
     return silent | found
 
@@ -980,6 +982,7 @@ def judge(facts, later, world_size, wanted):
             results.append(Result("copies", "fail", f"{host}: {copies['error']}", "NCCL_P2P_DISABLE=1; newer driver"))
         elif copies.get("copies"):
             results += judge_copies(copies["copies"], host)
+    results = list(dict.fromkeys(results))  # two nodes of torchrun may be one machine
     if not later:
         return results, []
     groups = {rank: one["collectives"] for rank, one in later.items()}
