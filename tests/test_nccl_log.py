@@ -430,6 +430,9 @@ CASES = {
         line("node-a", 1000, "NCCL_IB_DISABLE set by environment to 1.") + job() + links("NET/Socket/0"), "slow", "ib-unused", "unset NCCL_IB_DISABLE"),
     "every rank of two hosts waits in the same collective": (
         job() + links("NET/IB/0/GDRDMA") + timeout(0, 900, size=4096) + timeout(1, 900, size=4096), "fail", "net-hang", "nccl-tests"),
+    "a shard group within one host waits, although hosts are joined by InfiniBand": (
+        job(per_host=2) + links("NET/IB/0/GDRDMA", pairs=((1, 2), (3, 0)), per_host=2) + links("P2P/CUMEM", pairs=((0, 1), (1, 0)), per_host=2)
+        + timeout(0, 9, "_ALLGATHER_BASE", 64, "1(mesh_shard)", local=0) + timeout(1, 9, "_ALLGATHER_BASE", 64, "1(mesh_shard)", local=1), "fail", "p2p-hang", "ACS"),
     "only one rank's log": (
         "".join(s for s in job().splitlines(keepends=True) if s.startswith("node-b")) + timeout(1, 900), "fail", "timeout-unknown", "all ranks"),
     "ECC": (job(**ONE_HOST) + "[rank1]:[E ProcessGroupNCCL.cpp:1] [PG 3 Rank 1] x\nCUDA error: uncorrectable ECC error encountered\n" + died(1, -6, 1001), "fail", "gpu-fault", "dcgmi"),

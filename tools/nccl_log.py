@@ -1313,9 +1313,8 @@ def judge(job, group, all_stuck):
         if mismatch(calls):
             return finding(job, "desync", seen, said, minority(calls))
         if len(calls) < len(stuck) and not any(one.call[0].strip("_") in POINTWISE for one in stuck.values()):
-            return finding(
-                job, "straggler", seen, f"{in_words(calls)} at collective {first}, the others beyond it", calls
-            )
+            said = f"{in_words(calls)} at collective {first}, the others beyond it"
+            return finding(job, "straggler", seen, said, calls)
         others = {rank: n for (name, rank), n in job.log.enqueued.items() if name == group and rank not in local}
         if behind := {rank for rank, last in others.items() if last < first}:
             said = f"{in_words(behind)} did not enqueue collective {first} ({spoken(calls)})"
@@ -1323,12 +1322,10 @@ def judge(job, group, all_stuck):
     world = group in ("", "0") or "default_pg" in group
     if world and (silent := set(range(job.size)) - {*stuck} - {*others}):
         return silent_ranks(job, silent, first, calls, said, seen)
-    kinds = {link.transport[:3] for link in job.links.values()}
-    code = "p2p-hang" if "P2P" in kinds else "timeout-unknown"
-    if job.nodes > 1 and (not kinds or "NET" in kinds):
-        code = "net-hang" if kinds else "timeout-unknown"
-    seen += [link.seen for link in job.links.values() if not link.transport.startswith("SHM")][:2]
-    return finding(job, code, seen, said, stuck)
+    links = [link for pair, link in job.links.items() if stuck.keys() >= {*pair} and link.transport[:3] != "SHM"]
+    kinds, hosts = {link.transport[:3] for link in links}, {job.rows[r].process[0] for r in stuck if r in job.rows}
+    code = "net-hang" if "NET" in kinds and len(hosts) > 1 else "p2p-hang" if "P2P" in kinds else "timeout-unknown"
+    return finding(job, code, seen + [link.seen for link in links][:2], said, stuck)
 
 
 def silent_ranks(job, silent, first, calls, said, seen):
