@@ -119,7 +119,7 @@ def facts_of(rank, node):
         "local_rank": 0,
         "local_world_size": 1,
         "software": {"Python": "3.12.3", "torch": "2.13.0", "CUDA": "13.0", "NCCL": "2.28.9", "loaded": ["/v/libnccl.so.2"], "waiting": []},
-        "gpus": {"cuda": True, "visible": 1, "mine": str(node)},
+        "gpus": {"cuda": True, "hidden": False, "visible": 1, "mine": str(node)},
         "nvidia-smi": {"listed": [gpu], "programs": [], "topology": {}, "fabric": ""},
         "limits": {"shm": 8 * GIB, "shm_free": 8 * GIB, "memlock": -1, "nofile": 65536, "container": ""},
         "settings": {},
@@ -317,7 +317,7 @@ def examine(*flags, cwd, env=None):
 
 
 def test_two_ranks_on_this_machine_are_fit(tmp_path):
-    ended = examine("--json", "--disk", "0.001", cwd=tmp_path)
+    ended = examine("--json", "--disk", "0.001", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     assert ended.rc == 0, ended.out + ended.err
     said = json.loads(ended.out)
     assert said["fit"] and said["ranks"] == 2
@@ -327,10 +327,22 @@ def test_two_ranks_on_this_machine_are_fit(tmp_path):
     assert all(row["gb_per_s"] > 0 for row in said["bandwidth"])
 
 
-def test_a_wrong_interface_and_a_full_disk_are_named(tmp_path):
-    ended = examine("--disk", "1e9", cwd=tmp_path, env={"GLOO_SOCKET_IFNAME": "nosuch"})
+FAKE = """#!/bin/sh
+case "$*" in
+*query-gpu*) echo "0, GPU-aa, NVIDIA H200, 143771, 4, 580.82" ;;
+esac
+"""
+
+
+def test_everything_that_is_wrong_is_named_in_one_run(tmp_path):
+    """An interface that does not exist, a full disk, and GPUs that the driver shows but torch cannot use."""
+    (tmp_path / "nvidia-smi").write_text(FAKE)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    env = {"GLOO_SOCKET_IFNAME": "nosuch", "CUDA_VISIBLE_DEVICES": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = examine("--disk", "1e9", cwd=tmp_path, env=env)
     assert ended.rc == 1
-    failed = [line for line in ended.out.splitlines() if line.startswith("fail")]
-    assert [line.split()[1] for line in failed] == ["interface", "disk", "collectives"], ended.out
-    assert "nosuch" in failed[0] and os.fspath(tmp_path) in failed[1] and "nosuch" in failed[2]
-    assert ended.out.count("  do: ") >= 3 and "not fit: 3 checks failed" in ended.out
+    failed = {line.split()[1]: line for line in ended.out.splitlines() if line.startswith("fail")}
+    assert list(failed) == ["gpus", "interface", "disk", "collectives"], ended.out
+    assert "torch sees none" in failed["gpus"] and os.fspath(tmp_path) in failed["disk"]
+    assert "nosuch" in failed["interface"] and "nosuch" in failed["collectives"]
+    assert ended.out.count("  do: ") >= 4 and "not fit: 4 checks failed" in ended.out

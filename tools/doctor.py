@@ -115,6 +115,7 @@ def gpus(local_rank):
     mine = torch.cuda.get_device_properties(local_rank) if local_rank < count else None
     return {
         "cuda": torch.cuda.is_available(),
+        "hidden": os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),  # on purpose
         "visible": count,
         "mine": str(getattr(mine, "uuid", local_rank)).removeprefix("GPU-") if mine else None,
     }
@@ -368,7 +369,7 @@ def judge_software(parts):
 
 def judge_gpus(parts, facts):
     if not any(part["cuda"] for part in parts.values()):
-        listed = any(part["listed"] for part in parts.values())
+        listed = any(part["listed"] and not part["hidden"] for part in parts.values())
         fix = "install a CUDA build of torch that this driver can run" if listed else ""
         found = "nvidia-smi lists GPUs, but torch sees none" if listed else "none; training runs on CPUs over gloo"
         return [Result("gpus", "fail" if listed else "note", found, fix)]
