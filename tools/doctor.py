@@ -946,10 +946,8 @@ def judge(facts, later, world_size, wanted):
     per_node = max(fact["local_world_size"] for fact in facts.values())
 
     def gpu_facts(rank):
-        smi = {"listed": [], "programs": [], "topology": {}, "fabric": ""} | facts[nodes[facts[rank]["node"]]][
-            "nvidia-smi"
-        ]
-        return facts[rank]["gpus"] | smi
+        said = facts[nodes[facts[rank]["node"]]]["nvidia-smi"]  # asked once per host
+        return facts[rank]["gpus"] | {"listed": [], "programs": [], "topology": {}, "fabric": ""} | said
 
     def of_nodes(parts):
         return {node: rank for node, rank in nodes.items() if rank in parts}
@@ -990,9 +988,8 @@ def judge(facts, later, world_size, wanted):
     groups |= {rank: {"error": "did not answer"} for rank in set(range(world_size)) - {*later}}
     transport, said = read_logs(groups)
     gpu_parts = {rank: gpu_facts(rank) for rank, fact in facts.items() if "error" not in fact["gpus"]}
-    gbit = sum(nccl_log.product(re.findall(r"^\d+", rate)) for _, state, rate, _ in rdma if "ACTIVE" in state) / len(
-        nodes
-    )
+    rates = [re.match(r"\d+", rate) for _, state, rate, _ in rdma if "ACTIVE" in state]
+    gbit = sum(int(rate[0]) for rate in rates if rate) / len(nodes)
     expected = expected_bandwidth(transport, slowest_topology(gpu_parts), gbit) if transport else None
     more, rows = judge_collectives(groups, transport, expected)
     return results + more + said, rows
