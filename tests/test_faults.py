@@ -263,7 +263,8 @@ def test_a_disk_that_is_full_and_a_rank_killed_while_saving_leave_the_checkpoint
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
     """
     ended = run_broken(script, dedent(BEFORE_STEP) + dedent(full), *flags, cwd=tmp_path)
-    refused(ended, "rank 1, step 4", "File too large")
+    refused(ended, "rank 1, step 4")
+    assert "File too large" in ended.errors[0] or "disk" in ended.errors[0]  # torch may bury the first under its own
     assert [step for step in checkpoint.steps_in(run) if checkpoint.is_whole(run / f"checkpoint-{step}")] == [2]
 
     killed = """
@@ -313,46 +314,31 @@ def test_ctrl_c_saves_and_leaves_no_process_even_of_those_that_read_pictures(scr
 
 
 # ── A rank that is late ──────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("work", ["sample.draw", "checkpoint.seal", "models.export"])
-def test_rank_0_may_work_longer_than_the_timeout_or_the_flag_is_named(script, tmp_path, work):
-    module, function = work.split(".")
-    slow = f"""
-        from common import {module}
+@pytest.mark.parametrize("works", [("sample.draw",), ("checkpoint.seal", "models.export")], ids=["draw", "save-export"])
+def test_rank_0_may_work_longer_than_the_timeout_or_the_flag_is_named(script, tmp_path, works):
+    slow = """
+        from common import checkpoint, models, sample
 
-        work = {work}
-
-        def slow(*arguments):
-            if RANK == 0:
-                happened()
-                time.sleep(16)
-            return work(*arguments)
-
-        {work} = slow
+        def slowly(work):
+            def slow(*arguments, **more):
+                if RANK == 0:
+                    happened()
+                    time.sleep(7)
+                return work(*arguments, **more)
+            return slow
     """
+    slow = dedent(slow) + "".join(f"\n{work} = slowly({work})" for work in works) + "\n"
     (tmp_path / "prompts.txt").write_text("a red star\na blue star\n")
-    flags = {
-        "draw": ("--prompts", "prompts.txt", "--no-export"),
-        "seal": (*BRIEF[6:], "--save-every", "1"),
-        "export": BRIEF[6:8],
-    }
+    flags = ("--save-every", "1") if "models.export" in works else ("--no-export", "--prompts", "prompts.txt")
+    drawing = ("--sample-every", "0" if "models.export" in works else "1")
     ended = run_broken(
-        script,
-        slow,
-        *BRIEF[:6],
-        *flags[function],
-        "--steps",
-        "1",
-        "--timeout",
-        "8",
-        "--out",
-        tmp_path / "a run",
+        script, slow, *BRIEF[:6], *flags, *drawing, "--steps", "1", "--timeout", "5", "--out", tmp_path / "a run",
         cwd=tmp_path,
-    )
+    )  # fmt: skip
     if ended.rc:
         refused(ended, "--timeout")
     else:
         assert "done: " in ended.out and not ended.errors
-    assert ended.rc == 0 or work != "models.export"
 
 
 # ── Refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -364,13 +350,15 @@ def test_a_refused_run_leaves_no_folder(script, tmp_path):
     config = Config()
     job = prepare(config, spec_of(config), batch_of(config, replicas=1), on_gpu=False, local_world_size=1)
     checkpoint.seal(made, Ledger(job, 0, None, share=lambda mine: [mine]).state_dict())
-    refusals = {
-        ("--data", "data"): ["cut.png"],
-        ("--resume", made, "--out", "other", "--preset", "sd15"): ["--preset tiny"],
-        ("--out", "/sys/a run"): ["/sys/a run", "cannot be written"],  # not even root may
-    }
+    refusals = (
+        (0, ("--data", "data"), ["cut.png"]),
+        (0, ("--resume", made, "--out", "other", "--preset", "sd15"), ["--preset tiny"]),
+        (2, ("--out", "/sys/a run"), ["/sys/a run", "cannot be written"]),  # not even root may
+    )
     before = sorted(tmp_path.rglob("*"))
-    runs = [start(2, *BRIEF, *flags, script=script, cwd=tmp_path) for flags in refusals]
-    for process, words in zip(runs, refusals.values(), strict=True):
-        refused(end(process, 240), *words)
+    runs = [start(ranks, *BRIEF, *flags, script=script, cwd=tmp_path) for ranks, flags, _ in refusals]
+    for process, (ranks, _, words) in zip(runs, refusals, strict=True):
+        ended = end(process, 240)
+        refused(ended, *words)
+        assert ended.rc == 2 or ranks and "exitcode  : 2" in ended.err
     assert sorted(tmp_path.rglob("*")) == before
