@@ -315,11 +315,11 @@ def weights_of(unet: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[st
     Raises UsageError for a folder whose weights do not fit.
     """
     seeded = spec.folder is None or spec.folder == TINY  # tiny ships its frozen parts; its UNet is what a run trains
-    file = None if seeded else WeightFile(spec.folder / "unet")
-    if file is not None:
-        check_weights(unet, file)
-    for name, owner, parameter in named_owners(unet):
-        yield name, file[name] if file else seeded_tensor(seed, f"unet.{name}", owner, parameter.shape)
+    if seeded:
+        return ((n, seeded_tensor(seed, f"unet.{n}", owner, p.shape)) for n, owner, p in named_owners(unet))
+    file = WeightFile(spec.folder / "unet")
+    check_weights(unet, file)
+    return ((name, file[name]) for name, _, _ in named_owners(unet))
 
 
 def frozen_parameters(spec: ModelSpec) -> tuple[int, int]:
