@@ -240,7 +240,8 @@ def open_out(world: World, config: Config, script: str) -> Path:
         world.store.set("out", str(checkpoint.choose_out(config.out, script, config.resume)))  # comm: store, the folder
     wait_for(world, "out")
     out = Path(world.store.get("out").decode())  # comm: store, the folder
-    record_flights(out)
+    if world.device.type == "cuda":
+        record_flights(out)
     return out
 
 
