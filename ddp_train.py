@@ -20,8 +20,6 @@ slots 0 4 8 …       1 5 9 …         2 6 10 …        3 7 11 …     of the 
 
 import contextlib
 import ctypes
-import dataclasses
-import math
 import os
 import shutil
 import signal
@@ -29,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -42,18 +40,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import checkpoint, data, models, plots, sample
-from common.config import PRESETS, Batch, Config, batch_of, changed_flags, learning_rate, parse, with_recipe
-from common.data import Position
+from common.config import Config, batch_of, learning_rate, parse
 from common.encode import Encoded, Encoder
-from common.errors import UsageError
-from common.loss import NoiseSchedule
+from common.errors import Elsewhere, UsageError
+from common.job import Job, prepare
+from common.ledger import SAMPLES, Ledger
 from common.meters import Progress, Rows, read_rows
 from common.optim import EMA, LossScale, apply_step, build_optimizer, clip_factor, optimizer_tensors
 from common.plan import describe
-from common.words import printable
 
 # ── init ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Everything down to `agree` is the same text in the three scripts; a test compares them.
+# Everything down to the strategy is the same text in the three scripts; a test compares them.
 
 
 @dataclass
@@ -145,10 +142,6 @@ def join(world: World, timeout: float) -> None:
         )
 
 
-class Elsewhere(Exception):
-    """Another rank has the cause and will say it."""
-
-
 def wait_for(world: World, *keys: str, seconds: float = 600) -> None:
     """Wait until all `keys` are in the store; ends this rank if another fails meanwhile, and never waits for the dead."""
     end = time.monotonic() + seconds
@@ -168,6 +161,38 @@ def all_ready(world: World, fingerprint: str, seconds: float) -> None:
         raise UsageError(
             f"rank {world.rank} starts with {fingerprint}, rank 0 with {first}: all hosts need the same flags, --data and --resume"
         )
+
+
+def introduction(world: World) -> str:
+    """Who trains, in one line."""
+    gpu = world.device.type == "cuda"
+    backend = f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if gpu else "gloo"
+    return f"{world.world_size} ranks, {world.local_world_size} on this host, {backend}, torch {torch.__version__}"
+
+
+def find_checkpoint(world: World, job: Job, script: str) -> tuple[Path | None, dict | None, list[str]]:
+    """What --resume means: (checkpoint, its state, what to say). Rank 0 looks, the store tells the others."""
+    config = job.config
+    if not config.resume:
+        return None, None, []
+    if world.rank == 0:
+        out = checkpoint.choose_out(config.out, script, config.resume, create=False)
+        folder, state, notes = checkpoint.find(out, config.resume)
+        world.store.set("checkpoint", str(folder or ""))  # comm: store, the folder
+    else:
+        wait_for(world, "checkpoint")
+        found, notes = world.store.get("checkpoint").decode(), []  # comm: store, the folder
+        folder = Path(found) if found else None
+        state = checkpoint.read_state(folder) if folder else None
+    return folder, state, notes + (job.changes_since(state) if state else [])
+
+
+def open_out(world: World, config: Config, script: str) -> Path:
+    """The folder of the run, made by rank 0 only when every rank is ready: a run that is refused leaves nothing."""
+    if world.rank == 0:
+        world.store.set("out", str(checkpoint.choose_out(config.out, script, config.resume)))  # comm: store, the folder
+    wait_for(world, "out")
+    return Path(world.store.get("out").decode())  # comm: store, the folder
 
 
 def first_line(error: BaseException) -> str:
@@ -247,6 +272,13 @@ def agree(world: World, mine: torch.Tensor) -> torch.Tensor:
     return everyone
 
 
+def everyone_says(world: World, mine: dict) -> list[dict]:
+    """A dictionary from each rank, on every rank; all must call it."""
+    said: list[dict] = [{}] * world.world_size
+    dist.all_gather_object(said, mine)  # comm: all-gather of a few names, only when a rank met new unreadable pictures
+    return said
+
+
 def global_mean(total: torch.Tensor, count: torch.Tensor) -> float:
     """Sum and number on each rank -> mean over all."""
     both = torch.stack([total.double(), count.double()])
@@ -255,7 +287,6 @@ def global_mean(total: torch.Tensor, count: torch.Tensor) -> float:
 
 
 # ── the strategy ─────────────────────────────────────────────────────────────────────────────────────────────────────
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def replicate(unet: nn.Module, config: Config, world: World) -> DistributedDataParallel:
@@ -285,194 +316,64 @@ def all_reduce_in_bf16(world_size: int, bucket: dist.GradBucket) -> torch.future
 class Run:
     """All that a step needs and changes."""
 
-    config: Config
-    batch: Batch
+    job: Job
     world: World
     unet: nn.Module
     ddp: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
     ema: EMA | None
-    schedule: NoiseSchedule
     encode: Encoder
-    count: int  # samples in an epoch
-    names: str  # digest of their names
-    log_rows: Rows | None
-    position: Position = Position()
-    clock: float = 0.0  # when the last settled step ended
-    done: int = 0  # steps that were not skipped: what the learning rate and the EMA count
-    samples: int = 0
-    skipped_in_a_row: int = 0
-    pending: "Outcome | None" = None
-    stopping: bool = False  # some rank was told to stop; all ranks know it from the same tally
-    named: set[str] = field(default_factory=set)  # unreadable pictures that were named already
-
-    def autocast(self) -> torch.autocast:
-        kind = DTYPES[self.config.precision]
-        return torch.autocast(self.world.device.type, dtype=kind, enabled=kind != torch.float32)
-
-
-@dataclass
-class Outcome:
-    """What became of a step: numbers on their way to the host, read one step later."""
-
-    step: int
-    epoch: int
-    lr: float
-    numbers: torch.Tensor  # [N x 7 + 2]: the tallies of all ranks, gradient norm, loss scale
-    ready: torch.cuda.Event | None
-    suspects: list[tuple[str, torch.Tensor]]  # names of this rank's pictures, and whether their latents are finite
-    problems: dict[str, str]  # this rank's newly found unreadable pictures
-    wall: float
+    ledger: Ledger
+    replica: int  # which share of the global batch is mine
 
 
 # ── train_step ───────────────────────────────────────────────────────────────────────────────────────────────────────
-LOSS, SAMPLES, OVERFLOWED, STOP, DATA_S, MEMORY, UNREADABLE = range(7)  # the tally of a rank
 
 
 def per_sample_loss(run: Run, batch: dict, encoded: Encoded, unet: nn.Module, weighted: bool = True) -> torch.Tensor:
     """[B] float32; 0 for slots without a sample."""
+    schedule = run.job.schedule
     t, noise, weight = (batch[k].to(run.world.device, non_blocking=True) for k in ("t", "noise", "weight"))
-    noisy = run.schedule.add_noise(encoded.latents, noise, t)
-    with run.autocast():  # noisy stays float32, so that the sinusoids of t are taken in float32
+    noisy = schedule.add_noise(encoded.latents, noise, t)
+    with models.autocast(run.job.config.precision, run.world.device):  # noisy, and so the sinusoids of t, stay float32
         prediction = unet(noisy, t, **encoded.condition).sample  # comm: none, DDP's forward moves nothing
-    each = run.schedule.loss(prediction, run.schedule.target(encoded.latents, noise, t), t, weighted)
+    each = schedule.loss(prediction, schedule.target(encoded.latents, noise, t), t, weighted)
     return torch.where(weight > 0, each, torch.zeros_like(each))
 
 
-def train_step(run: Run, batches) -> dict | None:
+def train_step(run: Run, batches: Iterator[dict]) -> dict | None:
     """One optimizer step; returns the metrics of the step before, which are known by now.
 
     [1] micro-batches: sums of losses, gradients averaged once  [2] tally  [3] norm  [4] settle the step before
     [5] weights. The host never waits for this step, only (in [4]) for the one before, while the device has work queued.
     """
-    world, batch_plan = run.world, run.batch
-    tally = torch.zeros(7, dtype=torch.float64)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    suspects, problems = [], {}
-    nominal = batch_plan.global_batch / batch_plan.replicas  # samples of this rank, if none is missing
-
-    for micro in range(batch_plan.accum):  # [1]
-        before = time.perf_counter()
-        batch = next(batches)
-        tally[DATA_S] += time.perf_counter() - before
-        encoded = run.encode(batch)
-        last = micro == batch_plan.accum - 1
-        with contextlib.nullcontext() if last else run.ddp.no_sync():
-            each = per_sample_loss(run, batch, encoded, run.ddp)
-            scaled = each.sum() / nominal * run.loss_scale.scale
-            scaled.backward()  # comm: all-reduce, 4 P bytes, only in the last micro-batch
-        loss_sum += each.detach().sum()
-        tally[SAMPLES] += float(batch["weight"].sum())
-        suspects.append((batch["name"], encoded.finite))
-        problems |= {n: p for n, p in zip(batch["name"], batch["problem"], strict=True) if p and n not in run.named}
-        if run.log_rows is not None:
-            run.log_rows.write(data.log_rows(run.position.step + 1, micro, batch))
-
-    tally[STOP] = world.stop.is_set()
-    tally[UNREADABLE] = len(problems)
-    tally[MEMORY] = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
-    tally = tally.to(world.device, non_blocking=True)
-    tally[LOSS] = loss_sum
-    tally[OVERFLOWED] = sum((~finite).sum() for _, finite in suspects)
-    everyone = agree(world, tally)  # [2]
+    config, batch, ledger = run.job.config, run.job.batch, run.ledger
+    nominal = batch.global_batch / batch.replicas  # samples of this rank, if none is missing
+    tally = ledger.open(run.world.device)
+    for micro in range(batch.accum):  # [1]
+        samples = tally.take(batches)
+        encoded = run.encode(samples)
+        with contextlib.nullcontext() if micro == batch.accum - 1 else run.ddp.no_sync():
+            each = per_sample_loss(run, samples, encoded, run.ddp)
+            (
+                each.sum() / nominal * run.loss_scale.scale
+            ).backward()  # comm: all-reduce, 4 P bytes, in the last one only
+        tally.add(samples, encoded.finite, each.detach())
+    everyone = agree(run.world, tally.close(stop=run.world.stop.is_set()))  # [2]
 
     # [3] The gradient is the sum over all samples / global_batch; what was missing from the batch is put right here.
-    present = (everyone[:, SAMPLES].sum() / batch_plan.global_batch).float()
+    present = (everyone[:, SAMPLES].sum() / batch.global_batch).float()
     unscale = run.loss_scale.scale * present
     norm = nn.utils.get_total_norm([p.grad for p in run.unet.parameters()]) / unscale
     found_inf = (~norm.isfinite()).float()  # the same on every rank, because the gradients are
 
-    row = settle(run)  # [4]
-    lr = learning_rate(run.done, run.config, batch_plan.replicas)
-    numbers = torch.cat([everyone.flatten(), torch.stack([norm, run.loss_scale.scale]).double()])
-    run.pending = Outcome(
-        run.position.step + 1, run.position.epoch, lr, *to_host(numbers), suspects, problems, time.perf_counter()
-    )
-    apply_step(run.optimizer, lr, unscale / clip_factor(norm, run.config.clip), found_inf)  # [5]
+    row = ledger.settle()  # [4]
+    lr = learning_rate(ledger.done, config, batch.replicas)
+    ledger.enter(tally, lr, everyone, norm, run.loss_scale.scale)
+    apply_step(run.optimizer, lr, unscale / clip_factor(norm, config.clip), found_inf)  # [5]
     run.loss_scale.update(found_inf)
-    run.position = data.advance(run.position, run.count, batch_plan.global_batch)
     return row
-
-
-def to_host(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Start the copy to the host; the event says when it has arrived."""
-    if numbers.device.type == "cpu":
-        return numbers, None
-    host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event
-
-
-def settle(run: Run) -> dict | None:
-    """Read what became of the pending step and act on it, the same on every rank: EMA, counters, joint decisions.
-
-    Its weights are still those after that step, so the EMA comes out as if it had been updated at once.
-    """
-    outcome, run.pending = run.pending, None
-    if outcome is None:
-        return None
-    if outcome.ready is not None:
-        outcome.ready.synchronize()
-    *tallies, norm, scale = outcome.numbers.tolist()
-    ranks = torch.tensor(tallies, dtype=torch.float64).view(-1, 7)
-    tally, worst = ranks.sum(0).tolist(), ranks.max(0).values.tolist()
-    if tally[OVERFLOWED]:
-        stop_for_overflow(outcome, mine=bool(ranks[run.world.rank, OVERFLOWED]))
-    if tally[UNREADABLE]:
-        name_unreadable(run, outcome.problems)
-    skipped = not math.isfinite(norm)
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if skipped else 0
-    if run.skipped_in_a_row == 50:
-        raise ArithmeticError("50 steps in a row had a non-finite gradient; a lower --lr or --precision bf16 may help")
-    if not skipped:
-        run.done += 1
-        if run.ema is not None:
-            run.ema.update()
-    if tally[STOP]:
-        run.stopping = True
-        run.world.stop.set()
-    run.samples += int(tally[SAMPLES])
-    seconds, run.clock = outcome.wall - run.clock, outcome.wall
-    return {
-        "step": outcome.step,
-        "loss": tally[LOSS] / tally[SAMPLES] if tally[SAMPLES] else math.nan,
-        "grad_norm": norm,
-        "lr": outcome.lr,
-        "samples": run.samples,
-        "epoch": outcome.epoch,
-        "samples_per_s": tally[SAMPLES] / seconds,
-        "step_s": seconds,
-        "data_s": worst[DATA_S],
-        "max_mem_gib": worst[MEMORY] / 2**30,
-        "skipped": skipped,
-        "loss_scale": scale,
-    }
-
-
-def stop_for_overflow(outcome: Outcome, mine: bool) -> NoReturn:
-    """A picture whose latents are not finite ends the run; the rank that has it says its name."""
-    if not mine:
-        raise Elsewhere
-    names = [n for ns, finite in outcome.suspects for n, ok in zip(ns, finite.tolist(), strict=True) if not ok]
-    raise ArithmeticError(
-        f"the VAE's latents of {', '.join(names)} are not finite: the picture or the VAE's weights are broken"
-    )
-
-
-def name_unreadable(run: Run, problems: dict[str, str]) -> None:
-    """Say each unreadable picture once, on rank 0. All ranks come here in the same step: the tally told them."""
-    found: list[dict[str, str]] = [{}] * run.world.world_size
-    dist.all_gather_object(found, problems)  # comm: all-gather of names, only when a rank met new unreadable pictures
-    for name, problem in sorted({n: p for each in found for n, p in each.items() if n not in run.named}.items()):
-        run.named.add(name)
-        if run.world.rank == 0:
-            print(
-                f"warning: left out {printable(name)}: {problem} ({len(run.named)} unreadable so far)",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 def warm_up(run: Run, samples: data.Samples) -> None:
@@ -482,7 +383,7 @@ def warm_up(run: Run, samples: data.Samples) -> None:
     start with the first arrangement again and sum gradients of three or more ranks in another order; now every counted
     step, of every run, has the second. It is also where kernels are compiled and chosen.
     """
-    blank = data.collate([samples[0, data.EMPTY]] * run.batch.micro_batch)
+    blank = data.collate([samples[0, data.EMPTY]] * run.job.batch.micro_batch)
     encoded = run.encode(blank)
     for _ in range(2):
         loss = per_sample_loss(run, blank, encoded, run.ddp).sum() * 0
@@ -495,31 +396,27 @@ def held_out_loss(run: Run, samples: data.Samples) -> float:
     """Mean over fixed pictures, timesteps and noise, unweighted; the pictures are dealt to the ranks like cards."""
     run.unet.eval()
     total, count = (torch.zeros((), dtype=torch.float64, device=run.world.device) for _ in range(2))
-    cards = [(k // len(samples), k % len(samples)) for k in range(len(samples.timesteps))][
-        run.world.rank :: run.world.world_size
-    ]
-    for start in range(0, len(cards), run.batch.micro_batch):
-        batch = data.collate([samples[card] for card in cards[start : start + run.batch.micro_batch]])
+    for cards in data.dealt(samples, run.world.rank, run.world.world_size, run.job.batch.micro_batch):
+        batch = data.collate([samples[card] for card in cards])
         total += per_sample_loss(run, batch, run.encode(batch), run.unet, weighted=False).sum()
         count += float(batch["weight"].sum())
     run.unet.train()
     return global_mean(total, count)
 
 
-def sample_grid(run: Run, pipe, prompts: list[str], out: Path) -> None:
+def sample_grid(run: Run, pipe, out: Path) -> None:
     """Every rank draws its share of the prompts, with the averaged weights if there are any; rank 0 pastes the sheet."""
-    world, config = run.world, run.config
-    mine = list(range(len(prompts)))[world.rank :: world.world_size]
+    world, job = run.world, run.job
+    mine = range(len(job.prompts))[world.rank :: world.world_size]
     run.unet.eval()
-    with run.ema.swapped_in() if run.ema else contextlib.nullcontext(), run.autocast():
-        guidance = PRESETS[config.preset].guidance if config.model is None else 7.5
-        pictures = list(sample.draw(pipe, prompts, mine, config.seed, guidance, config.resolution))
+    with run.ema.swapped_in() if run.ema else contextlib.nullcontext():
+        with models.autocast(job.config.precision, world.device):
+            drawn = sample.draw(pipe, job.prompts, mine, job.config.seed, job.guidance, job.config.resolution)
     run.unet.train()
     gathered = [None] * world.world_size if world.rank == 0 else None
-    dist.gather_object(dict(zip(mine, pictures, strict=True)), gathered)  # comm: gather of pictures, to rank 0
+    dist.gather_object(drawn, gathered)  # comm: gather of pictures, to rank 0
     if world.rank == 0:
-        drawn = {i: picture for part in gathered for i, picture in part.items()}
-        plots.grid([drawn[i] for i in range(len(prompts))], prompts, out / f"samples-{run.position.step}.png")
+        sample.save_sheet(gathered, job.prompts, out / f"samples-{run.ledger.position.step}.png")
 
 
 # ── save / load ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -537,241 +434,139 @@ def tensors_of(run: Run) -> dict[str, torch.Tensor]:
 
 def save(run: Run, out: Path) -> None:
     """checkpoint-N: each rank writes its part under another name, rank 0 seals and renames when all are done."""
-    step, aside = run.position.step, checkpoint.partial_of(out, run.position.step)
+    aside = checkpoint.partial_of(out, run.ledger.position.step)
     if run.world.rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
     dcp.save(tensors_of(run), checkpoint_id=aside)  # comm: gather of plans and results; the tensors go to disk
     if run.world.rank == 0:
-        checkpoint.seal(aside, {
-            "step": step, "done": run.done, "samples": run.samples, "position": dataclasses.asdict(run.position),
-            "ema_updates": run.ema.updates if run.ema else None,
-            "loss_scale": {k: v.item() for k, v in run.loss_scale.state_dict().items()},
-            "count": run.count, "names": run.names, "global_batch": run.batch.global_batch, "config": dataclasses.asdict(run.config),
-        })  # fmt: skip
-        shutil.rmtree(checkpoint.path_of(out, step), ignore_errors=True)  # a damaged one of the same step
-        aside.rename(checkpoint.path_of(out, step))
-        checkpoint.prune(out, run.config.keep, step)
+        checkpoint.finish(aside, run.ledger.state_dict() | run.loss_scale.state_dict(), run.job.config.keep)
     dist.barrier()  # comm: barrier, so that no rank dies or resumes between the write and the rename
 
 
-def load(run: Run, folder: Path, state: dict) -> None:
-    """Restore a checkpoint of any script and any number of ranks."""
+def load(run: Run, folder: Path, state: dict) -> list[str]:
+    """Restore a checkpoint of any script and any number of ranks; returns what to say."""
     tensors = tensors_of(run)
     if state["ema_updates"] is None:
         tensors = {n: t for n, t in tensors.items() if not n.startswith("ema.")}
     dcp.load(tensors, checkpoint_id=folder)  # comm: gather of plans; the tensors come from disk
-    run.done, run.samples = state["done"], state["samples"]
-    run.loss_scale.load_state_dict(state["loss_scale"])
-    if run.ema is not None:
-        run.ema.updates = state["ema_updates"] or 0
-        if state["ema_updates"] is None:  # --ema is new: the average begins with the weights as they are
-            run.ema.restart()
+    run.loss_scale.load_state_dict(state)
+    return run.ledger.load_state_dict(state)
 
 
-def export(run: Run, spec: models.ModelSpec, out: Path) -> None:
+def export(run: Run, out: Path) -> None:
     """pipeline/: rank 0 holds the whole model anyway, so nobody else is asked, and nobody waits."""
     if run.world.rank:
         return
     weights = {n: p.detach().cpu() for n, p in run.unet.named_parameters()}
     average = {n: t.cpu() for n, t in run.ema.average.items()} if run.ema else None
-    models.export(
-        out / "pipeline", spec, run.config.seed, average or weights, weights if average else None,
-        run.config.prediction, run.config.zero_snr,
-    )  # fmt: skip
+    models.export(out / "pipeline", run.job.spec, run.job.config, average or weights, weights if average else None)
 
 
 # ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def resolve(config: Config, spec: models.ModelSpec, world: World) -> Config:
-    """Every flag has its final value from here on."""
-    config = with_recipe(config)
-    on_gpu = world.device.type == "cuda"
-    side = config.resolution or (
-        PRESETS[config.preset].resolution if config.model is None else spec.unet["sample_size"] * spec.vae_factor
-    )
-    if config.attention in ("cudnn", "flash") and not on_gpu:
-        raise UsageError(f"--attention {config.attention} needs a GPU: use auto or math")
-    return dataclasses.replace(
-        config,
-        resolution=side,
-        prediction=config.prediction or spec.scheduler.get("prediction_type", "epsilon"),
-        zero_snr=config.zero_snr or bool(spec.scheduler.get("rescale_betas_zero_snr")),
-        precision=config.precision or ("bf16" if on_gpu else "fp32"),
-        workers=config.workers
-        if config.workers is not None
-        else data.default_workers(config.data, len(os.sched_getaffinity(0)), world.local_world_size),
-    )
-
-
-def open_run(config: Config, world: World, notes: list[str]) -> tuple[Path, Path | None, dict | None, list[str]]:
-    """(folder of the run, checkpoint to resume from, its state, what to say); rank 0 chooses, the store tells the others."""
-    if world.rank == 0:
-        out = checkpoint.choose_out(config.out, "ddp", config.resume)
-        folder, state, warnings = checkpoint.find(out, config.resume) if config.resume else (None, None, [])
-        world.store.set("out", f"{out}\n{folder or ''}")  # comm: store, the folders
-        notes = [*notes, *warnings]
-    else:
-        wait_for(world, "out")
-        out, folder = (Path(p) if p else None for p in world.store.get("out").decode().split("\n"))  # comm: store
-        state = checkpoint.read_state(folder) if folder else None
-    if state is not None:
-        changed = changed_flags(state["config"], config)
-        notes = [*notes, *([f"resuming with {', '.join(changed)}"] if changed else [])]
-    return out, folder, state, notes
-
-
-def begin(run: Run, out: Path, notes: list[str], spec: models.ModelSpec) -> None:
-    """What rank 0 says before the first step."""
-    config, world = run.config, run.world
-    for note in notes:
-        print(f"note: {note}", flush=True)
-    backend = f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if world.device.type == "cuda" else "gloo"
-    print(f"ddp: {world.world_size} ranks, {backend}, torch {torch.__version__}, {config.precision}, {out}")
-    parameters = sum(p.numel() for p in run.unet.parameters())
-    print(
-        f"{spec.name}: {parameters / 1e6:.1f} M parameters, {run.count} samples, {run.batch}, step {run.position.step} of {config.steps}",
-        flush=True,
-    )
-    cores = len(os.sched_getaffinity(0))
-    if config.workers * world.local_world_size > cores:
-        print(
-            f"warning: --workers {config.workers} x {world.local_world_size} ranks > {cores} cores: they will wait for each other",
-            file=sys.stderr,
-        )
-
-
-def finish_step(run: Run, row: dict | None, rows: Rows | None, progress: Progress, held: data.Samples | None) -> None:
-    """Report a settled step; the held-out loss is taken when its weights are still in place."""
-    if row is None:
-        return
-    if held is not None and row["step"] % run.config.val_every == 0:
-        row["val_loss"] = held_out_loss(run, held)
-    if rows is not None:
-        rows.write(row)
-    progress.step(row)
 
 
 def main(world: World) -> None:
     # Everything that can be wrong is found before a group is made.
     given = parse("ddp", sys.argv[1:], world.rank)
     check_devices(world)
-    spec = models.spec_of(given)
     batch = batch_of(given, replicas=world.world_size)
-    config = resolve(given, spec, world)
-    schedule = NoiseSchedule(spec.scheduler, config.prediction, config.zero_snr, config.snr_gamma)
-    source, notes = data.open_source(config.data)
-    held_source, held_indices, indices = data.held_out(config.data, source) if config.val_every else (None, None, None)
-    prompts = data.prompts_of(config, source)
+    spec = models.spec_of(given)
+    job = prepare(given, spec, batch, world.device.type == "cuda", world.local_world_size)
+    config = job.config
     if config.dry_run:
         if world.rank == 0:
-            print(describe(config, batch, spec, len(source)))
+            print(describe(config, batch, spec, len(job.source)))
         return
-    out, folder, state, notes = open_run(config, world, notes)
+    folder, state, notes = find_checkpoint(world, job, "ddp")
     frozen = models.build_frozen(spec, config.seed)
     unet = models.build_unet(spec, config.seed, world.device)
-    all_names = "\n".join(source.name(i) for i in range(len(source)))
-    names = f"{zlib.crc32(all_names.encode('utf-8', 'surrogateescape')):08x}"
-    all_ready(
-        world,
-        f"{len(source)} samples (names {names}), {batch}, step {state['step'] if state else 0}",
-        seconds=config.timeout,
-    )
+    all_ready(world, f"{job.fingerprint}, step {state['step'] if state else 0}", seconds=config.timeout)
+    out = open_out(world, config, "ddp")
 
     join(world, config.timeout)
-    use_kernels(config, world)
-    latent = (spec.latent_channels, config.resolution // spec.vae_factor, config.resolution // spec.vae_factor)
-    samples = data.Samples(source, frozen.tokenizers, config, latent, len(schedule), indices)
-    held = (
-        data.held_out_samples(held_source, held_indices, frozen.tokenizers, config, latent, len(schedule))
-        if config.val_every
-        else None
-    )
+    models.use_kernels(config, world.device)
     if config.activations == "checkpoint":
         unet.enable_gradient_checkpointing()
     if config.compile:
         models.compile_blocks(unet)
-    frozen.to(world.device, DTYPES[config.precision])
+    job.schedule.to(world.device)
+    frozen.to(world.device, models.DTYPES[config.precision])
     named = list(unet.named_parameters())
+    ema = EMA(named, config.ema) if config.ema else None
     run = Run(
-        config, batch, world, unet, replicate(unet, config, world), build_optimizer(named, config),
-        LossScale(config.precision == "fp16", world.device), EMA(named, config.ema) if config.ema else None,
-        schedule.to(world.device), Encoder(frozen, spec.is_xl, world.device, remember=config.data == "shapes"),
-        len(samples), names, None,
+        job, world, unet, replicate(unet, config, world), build_optimizer(named, config),
+        LossScale(config.precision == "fp16", world.device), ema,
+        Encoder(frozen, spec.is_xl, world.device, remember=config.data == "shapes"),
+        Ledger(job, world.rank, ema, share=lambda mine: everyone_says(world, mine)),
+        replica=world.rank,
     )  # fmt: skip
     if state is not None:
-        load(run, folder, state)
-        run.position, more = data.position_after(state, run.count, run.names, batch.global_batch)
-        notes = [*notes, *more]
+        notes += load(run, folder, state)
+    carry_out(run, frozen, out, [*job.notes, *notes])
+
+
+def carry_out(run: Run, frozen: models.Frozen, out: Path, notes: list[str]) -> None:
+    """Train from where the ledger stands to the end, or to the signal, and export."""
+    config, world, ledger = run.job.config, run.world, run.ledger
     if world.rank == 0:
-        begin(run, out, notes, spec)
-    already_complete = run.position.step >= config.steps
-    rows = None
+        said = [introduction(world), f"{run.job.introduction(ledger.position.step)}, {out}"]
+        print(*(f"note: {note}" for note in notes), *said, sep="\n", flush=True)
+    already_complete = ledger.complete
     if not already_complete:
-        rows = Rows(out / "metrics.jsonl", run.position.step) if world.rank == 0 else None
-        run.log_rows = Rows(out / f"samples.rank{world.rank}.jsonl", run.position.step) if config.log_samples else None
-        train(run, samples, held, rows, frozen, spec, prompts, out)
+        train(run, frozen, out)
     elif world.rank == 0:
         print(f"already complete: {out} has all {config.steps} steps")
-    if run.position.step < config.steps:
+    if not ledger.complete:
         if world.rank == 0:
-            print(f"stopped after step {run.position.step}{', saved' if config.save_every else ''}: {out}")
+            print(f"stopped after step {ledger.position.step}{', saved' if config.save_every else ''}: {out}")
         return
     world.at = "export"
     if not config.no_export and not (already_complete and (out / "pipeline").exists()):
-        export(run, spec, out)
+        export(run, out)
     if world.rank == 0:
         print(f"done: {out}", flush=True)
 
 
-def train(
-    run: Run, samples: data.Samples, held: data.Samples | None, rows: Rows | None, frozen, spec, prompts, out: Path
-) -> None:
+def train(run: Run, frozen: models.Frozen, out: Path) -> None:
     """The loop: step, report, and at their times save and draw; ends early, on all ranks alike, when one was told to stop."""
-    config, world = run.config, run.world
+    job, config, world, ledger = run.job, run.job.config, run.world, run.ledger
+    samples, held = job.samples(frozen.tokenizers), job.held_out(frozen.tokenizers)
     warm_up(run, samples)
-    micro_batches = data.MicroBatches(len(samples), run.batch, config.seed, world.rank, run.position, config.steps)
+    first = ledger.position
+    rows = Rows(out / "metrics.jsonl", first.step) if world.rank == 0 else None
+    ledger.log_rows = Rows(out / f"samples.rank{world.rank}.jsonl", first.step) if config.log_samples else None
+    micro_batches = data.MicroBatches(job.count, job.batch, config.seed, run.replica, first, config.steps)
     batches = iter(data.loader(samples, micro_batches, config.workers, pin=world.device.type == "cuda"))
-    progress = Progress(world.rank == 0, config.steps, run.position.step, config.log_every)
-    pipe = models.pipeline_of(spec, frozen, run.unet, config.prediction, config.zero_snr)
-    started = run.clock = time.perf_counter()
+    progress = Progress(world.rank == 0, config.steps, first.step, config.log_every)
+    pipe = models.pipeline_of(job.spec, frozen, run.unet, config.prediction, config.zero_snr)
+
+    def report(row: dict | None) -> None:
+        if row is not None and held is not None and row["step"] % config.val_every == 0:
+            row["val_loss"] = held_out_loss(run, held)
+        if row is not None and rows is not None:
+            rows.write(row)
+            progress.step(row)
+
+    started = ledger.clock = time.perf_counter()
     ending = False
-    while run.position.step < config.steps and not ending:
-        world.at = f"step {run.position.step + 1}"
-        row = train_step(run, batches)
-        finish_step(run, row, rows, progress, held)
+    while not ledger.complete and not ending:
+        world.at = f"step {ledger.position.step + 1}"
+        report(train_step(run, batches))
         if config.time_limit and time.perf_counter() - started > 60 * config.time_limit:
             world.stop.set()  # told to the others with the next step's tally
-        step, last = run.position.step, run.position.step == config.steps
-        ending = run.stopping
-        saving = config.save_every and (step % config.save_every == 0 or last or ending)
-        drawing = (
-            not ending and config.sample_every != 0 and (last or step % (config.sample_every or config.steps) == 0)
-        )
-        validating = config.val_every and step % config.val_every == 0
-        if saving or drawing or validating or last or ending:
-            finish_step(run, settle(run), rows, progress, held)  # nothing may be pending now
-        if saving:
+        ending = ledger.stopping
+        if due := job.due(ledger.position.step, ending):
+            report(ledger.settle())  # nothing may be pending now, and a held-out loss needs the weights of its step
+        if "save" in due:
             save(run, out)
-        if drawing:
-            sample_grid(run, pipe, prompts, out)
-        if run.pending is None:
-            run.clock = time.perf_counter()  # what was done between steps is not the next step's time
+        if "draw" in due:
+            sample_grid(run, pipe, out)
+        ledger.start_clock()
     world.at = "end"
     progress.close()
     if rows is not None:
         rows.close()
         plots.loss_curve(read_rows(out / "metrics.jsonl"), out / "loss.png")
-
-
-def use_kernels(config: Config, world: World) -> None:
-    """Which kernels torch may choose."""
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
-        torch.use_deterministic_algorithms(True)
-    elif world.device.type == "cuda":
-        torch.backends.cudnn.benchmark = True  # shapes repeat, so trying kernels once pays
-    models.choose_attention(config.attention)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,15 @@ def seal(folder: Path, state: dict) -> None:
         os.fsync(file.fileno())
 
 
+def finish(aside: Path, state: dict, keep: int) -> None:
+    """All ranks have written: seal, rename, and only then delete older ones."""
+    seal(aside, state)
+    folder = path_of(aside.parent, state["step"])
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged one of the same step
+    aside.rename(folder)
+    prune(aside.parent, keep, state["step"])
+
+
 def read_state(folder: Path) -> dict:
     """state.json of a whole checkpoint; raises UsageError that says what is missing or cut."""
     try:

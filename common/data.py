@@ -14,6 +14,7 @@ and every resumed run sees the same stream:
 import ctypes
 import functools
 import hashlib
+import math
 import multiprocessing
 import os
 import signal
@@ -296,6 +297,16 @@ def held_out_samples(
     timesteps = ((np.random.default_rng(0).permutation(cards) + 0.5) / cards * num_timesteps).astype(int)
     still = replace(config, crop="center", flip=0.0, caption_dropout=0.0, noise_offset=0.0, seed=0)
     return Samples(source, tokenizers, still, latent, num_timesteps, indices, timesteps)
+
+
+def dealt(samples: Samples, rank: int, world_size: int, size: int) -> list[list[tuple[int, int]]]:
+    """This rank's held-out cards in batches of `size`, blanks at the end: every rank gets the same number of batches,
+    since a forward pass may be something that all ranks do together."""
+    cards = [(k // len(samples), k % len(samples)) for k in range(len(samples.timesteps))]
+    mine = cards[rank::world_size]
+    batches = math.ceil(math.ceil(len(cards) / world_size) / size)
+    mine += [(0, EMPTY)] * (batches * size - len(mine))
+    return [mine[i : i + size] for i in range(0, len(mine), size)]
 
 
 def prompts_of(config: Config, source: Source, count: int = 24) -> list[str]:

@@ -1,4 +1,4 @@
-"""The two ways an input can be wrong."""
+"""The ways in which a run can be stopped, or a sample left out."""
 
 
 class UsageError(Exception):
@@ -14,3 +14,7 @@ class Unreadable(Exception):
 
     Training goes on: the sample gets weight 0, is named once and counted.
     """
+
+
+class Elsewhere(Exception):
+    """This rank has to stop, and another one has the cause and will say it."""

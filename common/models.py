@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -207,6 +208,22 @@ class ModelSpec:
     def latent_channels(self) -> int:
         return self.unet["in_channels"]
 
+    @property
+    def architecture(self) -> str:
+        """Digest of the UNet's parameter names and shapes: do weights of one run fit another?"""
+        shapes = [(name, tuple(p.shape)) for name, p in empty_unet(self).named_parameters()]
+        return hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:16]
+
+
+def empty_unet(spec: ModelSpec) -> UNet2DConditionModel:
+    """On the meta device: no memory, and no random numbers for weights that are overwritten at once."""
+    with torch.device("meta"):
+        return UNet2DConditionModel.from_config(spec.unet)
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    return sum(p.numel() for p in empty_unet(spec).parameters())
+
 
 @dataclass
 class Frozen:
@@ -287,8 +304,7 @@ def _read_json(path: Path) -> dict:
 
 def build_unet(spec: ModelSpec, seed: int, device: torch.device) -> UNet2DConditionModel:
     """The UNet in float32 on `device`, whatever the type of the stored weights: master weights are float32."""
-    with torch.device("meta"):  # no memory and no random numbers for weights that are overwritten at once
-        unet = UNet2DConditionModel.from_config(spec.unet)
+    unet = empty_unet(spec)
     unet.to_empty(device=device).requires_grad_(True).train()
     if spec.folder is None or spec.folder == TINY:  # tiny ships its frozen parts; its UNet is what the run trains
         seed_weights(unet, seed, "unet")
@@ -349,8 +365,23 @@ def compile_blocks(unet: UNet2DConditionModel) -> None:
             module.compile(dynamic=False)
 
 
-def choose_attention(kind: str) -> None:
-    """Restrict scaled_dot_product_attention to one kernel (with math as the way out for shapes that it refuses)."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Products and convolutions in --precision, weights and sums in float32."""
+    kind = DTYPES[precision]
+    return torch.autocast(device.type, dtype=kind, enabled=kind != torch.float32)
+
+
+def use_kernels(config: Config, device: torch.device) -> None:
+    """Which kernels torch may choose; --attention leaves math as the way out for shapes that a kernel refuses."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
+        torch.use_deterministic_algorithms(True)
+    elif device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # shapes repeat, so trying kernels once pays
+    kind = config.attention
     if kind == "auto":
         return
     torch.backends.cuda.enable_flash_sdp(kind == "flash")
@@ -393,9 +424,8 @@ def _sampler(spec: ModelSpec, prediction: str, zero_snr: bool):
 
 
 def export(
-    folder: Path, spec: ModelSpec, seed: int, weights: dict[str, torch.Tensor], raw: dict[str, torch.Tensor] | None,
-    prediction: str, zero_snr: bool,
-) -> None:  # fmt: skip
+    folder: Path, spec: ModelSpec, config: Config, weights: dict[str, torch.Tensor], raw: dict[str, torch.Tensor] | None
+) -> None:
     """Write a whole diffusers pipeline folder, aside first and renamed last.
 
     `weights` (name -> float32 tensor on the CPU) becomes `unet/`; `raw`, the weights beside their average, `unet_raw/`.
@@ -403,9 +433,8 @@ def export(
     """
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
-    pipeline_of(spec, build_frozen(spec, seed), _unet_around(spec, weights), prediction, zero_snr).save_pretrained(
-        aside
-    )
+    frozen, unet = build_frozen(spec, config.seed), _unet_around(spec, weights)
+    pipeline_of(spec, frozen, unet, config.prediction, config.zero_snr).save_pretrained(aside)
     if raw is not None:
         _unet_around(spec, raw).save_pretrained(aside / "unet_raw")
     if folder.exists():
@@ -415,7 +444,6 @@ def export(
 
 def _unet_around(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> UNet2DConditionModel:
     """A UNet whose parameters are the given tensors, without a copy."""
-    with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(spec.unet)
+    unet = empty_unet(spec)
     unet.load_state_dict(weights, strict=True, assign=True)
     return unet

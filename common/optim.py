@@ -62,12 +62,13 @@ class LossScale:
         self.scale = torch.where(found_inf > 0, self.scale / 2, torch.where(grow, self.scale * 2, self.scale))
         self.good_steps = torch.where(grow, 0.0, self.good_steps)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+    def state_dict(self) -> dict[str, float]:
+        """For state.json of a checkpoint."""
+        return {"loss_scale": self.scale.item(), "good_steps": self.good_steps.item()}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict) -> None:
         if self.enabled:
-            self.scale.fill_(state["scale"])
+            self.scale.fill_(state["loss_scale"])
             self.good_steps.fill_(state["good_steps"])
 
 

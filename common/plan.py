@@ -1,17 +1,9 @@
 """What --dry-run prints: the batch product, the memory that is known beforehand, and the bytes on the wire."""
 
-import torch
-from diffusers import UNet2DConditionModel
-
 from common.config import Batch, Config
-from common.models import ModelSpec
+from common.models import ModelSpec, parameter_count
 
 GIB = 2**30
-
-
-def parameter_count(spec: ModelSpec) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in UNet2DConditionModel.from_config(spec.unet).parameters())
 
 
 def replicated_bytes(parameters: int, config: Config) -> dict[str, int]:

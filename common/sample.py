@@ -1,10 +1,13 @@
 """Sample grids by the diffusers pipeline itself, so that a grid shows what the export will draw."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+
+from common import plots
 
 STEPS = 20
 
@@ -18,13 +21,14 @@ def starting_noise(seed: int, index: int, shape: tuple[int, int, int]) -> torch.
 def draw(
     pipe: DiffusionPipeline,
     prompts: list[str],
-    indices: list[int],
+    indices: Sequence[int],
     seed: int,
     guidance: float,
     resolution: int,
     batch: int = 24,
-) -> Iterator[np.ndarray]:
+) -> dict[int, np.ndarray]:
     """One picture [R, R, 3] uint8 for each of `indices` into `prompts`."""
+    drawn = {}
     factor = pipe.vae_scale_factor
     shape = (pipe.unet.config.in_channels, resolution // factor, resolution // factor)
     for start in range(0, len(indices), batch):
@@ -34,4 +38,11 @@ def draw(
             [prompts[i] for i in chosen], latents=noise, num_inference_steps=STEPS,
             guidance_scale=guidance, height=resolution, width=resolution, output_type="np",
         ).images  # fmt: skip
-        yield from (np.nan_to_num(pictures) * 255).round().astype(np.uint8)
+        drawn |= zip(chosen, (np.nan_to_num(pictures) * 255).round().astype(np.uint8), strict=True)
+    return drawn
+
+
+def save_sheet(parts: list[dict[int, np.ndarray]], prompts: list[str], path: Path) -> None:
+    """Paste what the ranks drew into one sheet."""
+    drawn = {i: picture for part in parts for i, picture in part.items()}
+    plots.grid([drawn[i] for i in range(len(prompts))], prompts, path)

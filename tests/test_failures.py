@@ -42,9 +42,10 @@ def test_one_process_exits_with_2_and_says_what_would_work(tmp_path, flags, word
     assert not list(tmp_path.iterdir())
 
 
-def test_two_ranks_say_it_once(tmp_path):
+def test_two_ranks_say_it_once_and_a_run_that_is_refused_leaves_no_folder(tmp_path):
     (tmp_path / "empty folder").mkdir()
     refused(train(2, "--data", "empty folder", cwd=tmp_path), "empty folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["empty folder"]
 
 
 def test_an_interface_that_does_not_exist_is_named_with_its_variable(tmp_path):
@@ -102,9 +103,10 @@ def test_latents_that_overflow_end_the_run_with_the_pictures_name(tmp_path):
     from common import models
     from common.config import Config
 
-    spec = models.spec_of(Config())
+    config = Config(prediction="v_prediction")
+    spec = models.spec_of(config)
     unet = models.build_unet(spec, 0, torch.device("cpu"))
-    models.export(tmp_path / "model", spec, 0, unet.state_dict(), None, "v_prediction", False)
+    models.export(tmp_path / "model", spec, config, unet.state_dict(), None)
     file = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
     save_file(
         {n: t * float("inf") if n.startswith("encoder.conv_out") else t for n, t in load_file(file).items()}, file
