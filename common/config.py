@@ -93,6 +93,24 @@ class Config:
     compile: bool = _flag(False, "torch.compile the resnets and transformer blocks one by one")
     attention: str = _flag("auto", "kernel of scaled_dot_product_attention", choices=("auto", "cudnn", "flash", "math"))
     deterministic: bool = _flag(False, "deterministic algorithms only; slower")
+    stages: int | None = _flag(
+        None,
+        "ranks that one UNet is cut over (default: the largest divisor of the world that it can be folded into)",
+        metavar="P",
+        scripts=("pipeline",),
+    )
+    schedule: str = _flag(
+        "1f1b",
+        "one forward, one backward; or with weight gradients moved into the holes",
+        choices=("1f1b", "zero-bubble"),
+        scripts=("pipeline",),
+    )
+    encode: str = _flag(
+        "online",
+        "the frozen encoders work on the next step's pictures in this step's holes, or ahead of each step",
+        choices=("online", "ahead"),
+        scripts=("pipeline",),
+    )
     grad_compress: str = _flag("none", "send gradients in half the bytes", choices=("none", "bf16"), scripts=("ddp",))
     seed: int = _flag(0, "of weights, order, noise, crops, flips and dropped captions", metavar="S")
     workers: int | None = _flag(None, "processes per rank that read pictures (default: from the cores)", metavar="W")
@@ -326,7 +344,7 @@ def learning_rate(done: int, config: Config, replicas: int) -> float:
 # Flags that leave the curve as it is: how the work is split, watched and stored.
 NEUTRAL = frozenset(
     "micro_batch accum workers timeout out save_every keep resume no_export val_every sample_every prompts log_every "
-    "log_samples dry_run activations compile attention deterministic time_limit".split()
+    "log_samples dry_run activations compile attention deterministic time_limit stages schedule encode".split()
 )
 # Flags under which the weights of a checkpoint mean something else.
 BOUND = ("preset", "prediction", "zero_snr", "optimizer")

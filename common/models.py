@@ -176,10 +176,14 @@ def load_weights(module: nn.Module, weights: WeightFile) -> None:
     for name, parameter in module.named_parameters():
         tensor = weights[name]
         if tensor.shape != parameter.shape:
-            raise UsageError(
-                f"--model: {weights.folder}: {name} is {list(tensor.shape)}, its config.json asks for {list(parameter.shape)}"
-            )
+            raise _other_shape(weights, name, tensor, parameter)
         parameter.copy_(tensor)
+
+
+def _other_shape(weights: WeightFile, name: str, found: torch.Tensor, wanted: torch.Tensor) -> UsageError:
+    return UsageError(
+        f"--model: {weights.folder}: {name} is {list(found.shape)}, its config.json asks for {list(wanted.shape)}"
+    )
 
 
 def check_names(module: nn.Module, weights: WeightFile) -> None:
@@ -311,6 +315,38 @@ def build_unet(spec: ModelSpec, seed: int, device: torch.device) -> UNet2DCondit
     else:
         load_weights(unet, WeightFile(spec.folder / "unet"))
     return unet
+
+
+@torch.no_grad()
+def build_part(spec: ModelSpec, seed: int, device: torch.device, names: set[str]) -> UNet2DConditionModel:
+    """The UNet with only these parameters in memory, float32 on `device`, the same values as in `build_unet`; the others
+    stay on the meta device."""
+    unet = empty_unet(spec).train()
+    weights = None if spec.folder in (None, TINY) else WeightFile(spec.folder / "unet")
+    if weights is not None:
+        check_names(unet, weights)
+    for name, owner, parameter in list(named_owners(unet)):
+        if name not in names:
+            continue
+        value = seeded_tensor(seed, f"unet.{name}", owner, parameter.shape) if weights is None else weights[name]
+        if value.shape != parameter.shape:
+            raise _other_shape(weights, name, value, parameter)
+        owner.register_parameter(name.rsplit(".", 1)[-1], nn.Parameter(value.to(device)))
+    return unet
+
+
+def frozen_on_meta(spec: ModelSpec) -> tuple[AutoencoderKL, dict[str, nn.Module]]:
+    """VAE and text encoders without any memory: their configurations, shapes and sizes."""
+    with torch.device("meta"):
+        if spec.folder is None:
+            clips = [kind(CLIPTextConfig(**clip)) for kind, clip in TEXT_ENCODERS[spec.name]]
+            names = ["text_encoder", "text_encoder_2"][: len(clips)]
+            return AutoencoderKL(**VAES[spec.name]), dict(zip(names, clips, strict=True))
+        encoders = {}
+        for name in ["text_encoder", "text_encoder_2"] if spec.is_xl else ["text_encoder"]:
+            kind = CLIPTextModelWithProjection if name.endswith("_2") else CLIPTextModel
+            encoders[name] = kind(CLIPTextConfig(**_read_json(spec.folder / name / "config.json")))
+        return AutoencoderKL.from_config(_read_json(spec.folder / "vae" / "config.json")), encoders
 
 
 def build_frozen(spec: ModelSpec, seed: int) -> Frozen:

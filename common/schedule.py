@@ -91,7 +91,7 @@ class Schedule:
     kind: str
     stages: int
     micro_batches: int
-    encode: str | None  # None, "online" (this step's pictures), "ahead" (the next step's)
+    encode: str | None  # None, "this" (the pictures of this step), "next" (those of the next)
     costs: Costs  # what it was made for
     room: float
     ops: list[list[Op]]  # for each rank, in order
@@ -121,7 +121,7 @@ def needs(rank: int, op: Op, stages: int, encode: str | None = None) -> tuple[in
             return rank - 1, op
         if op.kind == "B":
             return 0, Op("F", "up", m)
-        return (0, Op("E", "", m)) if encode == "online" else None
+        return (0, Op("E", "", m)) if encode == "this" else None
     # F up and B down go from the last rank, which turns, to rank 0.
     return (rank + 1, op) if rank < last else (rank, Op(op.kind, "down" if op.kind == "F" else "up", m))
 
@@ -183,10 +183,10 @@ def build(
     simulation with these costs: whatever the costs, it cannot deadlock. `room` above 1 lets ranks hold more activations
     than 1F1B would, for fewer holes; `tries` stops after so many rules.
     """
-    if kind not in KINDS or encode not in (None, "online", "ahead") or room < 1:
-        raise ValueError(f"schedule {kind!r}, encode {encode!r}, room {room}: {KINDS}, (online, ahead), at least 1")
+    if kind not in KINDS or encode not in (None, "this", "next") or room < 1:
+        raise ValueError(f"schedule {kind!r}, encode {encode!r}, room {room}: {KINDS}, (this, next), at least 1")
     costs = costs or unit_costs(stages)
-    encode = "ahead" if kind == "encode" else encode
+    encode = "next" if kind == "encode" else encode
     best = None
     for rule in rules(kind, encode)[:tries]:
         simulation = _Plan(kind, stages, micro_batches, costs, encode, room, rule)

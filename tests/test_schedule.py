@@ -53,7 +53,7 @@ rank 2    .  . F0 f0 F1 f1  .  .
 def test_the_pictures_are_the_schedules():
     assert draw(build("1f1b", 2, 4)) == ONE_F_ONE_B.strip()
     assert draw(build("zero-bubble", 2, 4)) == ZERO_BUBBLE.strip()
-    assert draw(build("zero-bubble", 2, 4, encode="ahead")) == WITH_ENCODE.strip()
+    assert draw(build("zero-bubble", 2, 4, encode="next")) == WITH_ENCODE.strip()
     assert draw(build("zero-bubble", 4, 4)) == FOUR_STAGES.strip()
     for picture in (ONE_F_ONE_B, ZERO_BUBBLE, WITH_ENCODE):
         assert "\n".join("    " + line for line in picture.strip().splitlines()) in module.__doc__
@@ -75,11 +75,11 @@ def test_no_schedule_deadlocks_or_holds_more_than_it_says(kind, stages):
         some = micros in (1, 2, 3, 5, 8, 13, 32)
         check(build(kind, stages, micros, tries=1), tuple(QUEUES) if some else ("direction",))
         if some:
-            check(build(kind, stages, micros, encode="ahead", tries=1))
+            check(build(kind, stages, micros, encode="next", tries=1))
 
 
 @pytest.mark.parametrize("stages, micros", [(2, 5), (3, 8), (5, 7)])
-@pytest.mark.parametrize("encode", [None, "online", "ahead"])
+@pytest.mark.parametrize("encode", [None, "this", "next"])
 @pytest.mark.parametrize("kind", ["1f1b", "zero-bubble", "forward", "encode"])
 def test_no_schedule_deadlocks_with_uneven_costs(kind, encode, stages, micros):
     uneven = [(1.0 + 0.3 * (r % 3), 0.7 + 0.2 * (r % 2)) for r in range(stages)]
@@ -99,17 +99,17 @@ def test_the_quickest_of_all_rules_is_taken():
 
 
 def test_every_message_is_sent_once_and_received_once_by_the_operation_that_needs_it():
-    made = build("zero-bubble", 4, 6, encode="online")
+    made = build("zero-bubble", 4, 6, encode="this")
     found = messages(made)
     assert len(found) == len(set(found)) == 3 * 5 * 6
     for message in found:
-        assert needs(message.dst, message.op, 4, "online") == (message.src, message.op)
+        assert needs(message.dst, message.op, 4, "this") == (message.src, message.op)
     for rank, steps in enumerate(programs(made)):
         done = []
         for action, what in steps:
             # A result is sent after it is made, and used after it is received.
             assert action != "send" or ("run", what.op) in done
-            need = needs(rank, what, 4, "online") if action == "run" else None
+            need = needs(rank, what, 4, "this") if action == "run" else None
             assert need is None or need[0] == rank or ("recv", Message(need[0], rank, what)) in done
             done.append((action, what))
 
@@ -195,11 +195,11 @@ def test_encoding_in_holes_is_cheaper_than_encoding_first():
 
     first = end("encode") + end("1f1b")
     assert 62 < first < 66
-    assert end("1f1b", "ahead") < 56.5
-    assert end("zero-bubble", "ahead") < 52.2
-    assert end("zero-bubble", "online") < end("encode") + end("zero-bubble")
-    assert first / end("zero-bubble", "ahead") > 1.2
-    assert utilisation(build("zero-bubble", 4, 8, sdxl_costs(), "ahead")) > 0.965
+    assert end("1f1b", "next") < 56.5
+    assert end("zero-bubble", "next") < 52.2
+    assert end("zero-bubble", "this") < end("encode") + end("zero-bubble")
+    assert first / end("zero-bubble", "next") > 1.2
+    assert utilisation(build("zero-bubble", 4, 8, sdxl_costs(), "next")) > 0.965
 
 
 def test_busy_shares_and_spans_add_up():

@@ -1,0 +1,202 @@
+"""Who holds what in the pipeline: a plan made from flags and shapes alone, so that every rank makes the same one.
+
+flags ─► unit costs ─► fold ─► encoders ─► schedule          no weight, no picture, no message
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import nn
+
+from common import cut, models
+from common.config import Batch, Config
+from common.cut import GIB, Fold, Memory, UnitCost
+from common.errors import UsageError
+from common.models import ModelSpec
+from common.schedule import Schedule, build, check, simulate, utilisation
+from common.units import Carry, Unit, fake_mode, fake_model, probe, unet_carry, unet_units, vae_encoder_units
+
+TOKENS = 77
+ROOMS = (2.0, 1.5, 1.0)  # how much more than 1F1B's activations a rank may hold: the largest that fits
+
+
+def stages_of(config: Config, spec: ModelSpec, world_size: int) -> int:
+    """--stages, or the largest divisor of the world into which the model can be folded."""
+    units = unet_units(models.empty_unet(spec))
+    most = cut.most_stages([UnitCost(u.name, 0, 0, 0, pushes=u.pushes, pops=u.pops is not None) for u in units])
+    fitting = [p for p in range(1, most + 1) if world_size % p == 0]
+    if config.stages is None:
+        return fitting[-1]
+    if not 1 <= config.stages <= most:
+        raise UsageError(
+            f"--stages {config.stages}: {spec.name} can be folded into 1 to {most} stages, "
+            f"of which {world_size} ranks can fill {', '.join(map(str, fitting))}; use {fitting[-1]}"
+        )
+    if world_size % config.stages:
+        raise UsageError(
+            f"--stages {config.stages}: {world_size} ranks are not a multiple of it; "
+            f"use {' or '.join(map(str, fitting))}, or {-(-world_size // config.stages) * config.stages} ranks"
+        )
+    return config.stages
+
+
+# ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Templates:
+    """Shapes and dtypes of everything that crosses a cut, found with models that weigh nothing; for each shape once."""
+
+    def __init__(self, spec: ModelSpec, precision: str, device: torch.device):
+        self.spec, self.precision, self.device = spec, precision, device
+        self.vae_dtype = torch.bfloat16 if precision == "bf16" else torch.float32  # the VAE never runs in fp16
+        self.mode = fake_mode()
+        self.unet_units = unet_units(fake_model(UNet2DConditionModel, spec.unet, self.mode, device))
+        vae = fake_model(AutoencoderKL, models.frozen_on_meta(spec)[0].config, self.mode, device, self.vae_dtype)
+        self.vae_units = vae_encoder_units(vae.requires_grad_(False))
+        self._known: dict[tuple, list[Carry]] = {}
+
+    def unet(self, size: int, height: int, width: int) -> list[Carry]:
+        """The carries before each unit for a micro-batch of latents [size, C, height, width], on `meta`."""
+        key = "unet", size, height, width
+        if key not in self._known:
+            with self.mode, torch.no_grad(), models.autocast(self.precision, self.device):
+                self._known[key] = probe(self.unet_units, self.inputs(size, height, width))
+        return self._known[key]
+
+    def vae(self, size: int, height: int, width: int) -> list[Carry]:
+        """The same for the VAE's encoder and pictures [size, 3, height, width]."""
+        key = "vae", size, height, width
+        if key not in self._known:
+            with self.mode, torch.no_grad():
+                pixels = torch.empty(size, 3, height, width, dtype=self.vae_dtype, device=self.device)
+                self._known[key] = probe(self.vae_units, Carry(sample=pixels))
+        return self._known[key]
+
+    def inputs(self, size: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> Carry:
+        """What conv_in is given, as tensors of the right shape; to be called inside `mode`."""
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(size, *shape, dtype=dtype, device=self.device)
+
+        unet, added = self.spec.unet, None
+        if self.spec.is_xl:
+            pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
+            added = {"text_embeds": empty(pooled), "time_ids": empty(6)}
+        latents = empty(self.spec.latent_channels, height, width)
+        text = empty(TOKENS, unet["cross_attention_dim"])
+        return unet_carry(latents, empty(dtype=torch.int64), text, added_cond_kwargs=added)
+
+
+# ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Folding:
+    """The cut of UNet and encoders, and the schedules that go with it."""
+
+    config: Config
+    batch: Batch
+    costs: list[UnitCost]
+    cut: Fold
+    memory: Memory
+    vae: list[range]  # encoder units of each stage
+    encode: list[float]  # cost of the encoders of each stage
+    text: dict[str, int]  # text encoder -> stage
+    shapes: list[dict[str, torch.Size]]  # parameters of each stage, by name
+    _made: dict = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        return self.cut.stages
+
+    def texts_of(self, stage: int) -> list[int]:
+        """The text encoders of a stage, by number."""
+        return [i for i, place in enumerate(self.text.values()) if place == stage]
+
+    def schedule_for(self, kind: str, micro_batches: int, encode: str | None = None) -> Schedule:
+        """The quickest schedule that memory allows; `encode` as in `schedule.build`."""
+        key = kind, micro_batches, encode
+        if key not in self._made:
+            recompute = self.config.activations == "checkpoint"
+            costs = cut.schedule_costs(self.costs, self.cut, self.encode, recompute=recompute)
+            rooms = [r for r in ROOMS if r <= self.memory.room]
+            made = [build(kind, self.stages, micro_batches, costs, encode, room) for room in rooms]
+            self._made[key] = min(made, key=lambda s: simulate(s).makespan)
+        return self._made[key]
+
+    def step(self, encode: bool = True) -> Schedule:
+        """The schedule of a training step, with the next step's pictures in its holes if they are to be encoded there."""
+        encode = "next" if encode and self.config.encode == "online" else None
+        return self.schedule_for(self.config.schedule, self.batch.accum, encode)
+
+    def describe(self) -> str:
+        """What --dry-run prints of it."""
+        made = self.step()
+        check(made)
+        rows = cut.plan(self.costs, self.cut, self.memory, self.vae, self.text)
+        busy = utilisation(made)
+        return (
+            f"{cut.table(rows)}\n{self.config.schedule}, encode {self.config.encode}: {self.batch.accum} micro-batches in "
+            f"flight over {self.stages} stages, {busy:.1%} busy as planned (messages that cost nothing)"
+        )
+
+
+def plan_fold(
+    spec: ModelSpec, config: Config, batch: Batch, stages: int, device: torch.device, limit: float = float("inf")
+) -> Folding:
+    """The best fold for these flags; raises UsageError if nothing fits `limit` bytes a rank."""
+    recompute = config.activations == "checkpoint"
+    dtype = models.DTYPES[config.precision]
+    costs, vae_costs = count_units(spec, config)
+    vae, texts = models.frozen_on_meta(spec)
+    per_parameter = 8.0 + 8.0 * (config.optimizer == "adamw") + 4.0 * bool(config.ema) + 2.0 * (dtype.itemsize == 2)
+    memory, found = None, None
+    for room in ROOMS:
+        memory = Memory(
+            per_parameter, batch.micro_batch, batch.accum, room, GIB / 2 * (device.type == "cuda"), recompute
+        )
+        try:
+            found = cut.fold(costs, stages, memory, limit)
+            break
+        except UsageError:
+            if room == ROOMS[-1]:
+                raise
+    rows = cut.plan(costs, found, memory)
+    sizes = {name: float(weights(text) * dtype.itemsize) for name, text in texts.items()}
+    places = cut.place_text_encoders(sizes, [row.memory for row in rows])
+    extra = [0.0] * stages
+    for name, stage in places.items():
+        extra[stage] += 2.0 * TOKENS * weights(texts[name])  # a multiplication and an addition per weight and token
+    encoder = cut.encoder_cut(vae_costs, stages, extra)
+    encode = [sum(vae_costs[i].forward for i in units) + e for units, e in zip(encoder, extra, strict=True)]
+    flat = unet_units(models.empty_unet(spec))
+    shapes = [
+        {n: p.shape for i in [*down, *up] for n, p in flat[i].parameters().items()}
+        for down, up in map(found.chunks, range(stages))
+    ]
+    return Folding(config, batch, costs, found, memory, encoder, encode, {n: places[n] for n in texts}, shapes)
+
+
+def weights(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def count_units(spec: ModelSpec, config: Config) -> tuple[list[UnitCost], list[UnitCost]]:
+    """FLOPs, parameters and bytes of each unit of the UNet and of the VAE's encoder, for one sample."""
+    dtype, side = models.DTYPES[config.precision], config.resolution
+    counting = Templates(spec, config.precision, torch.device("cpu"))
+    unet = fake_model(UNet2DConditionModel, spec.unet, counting.mode, dtype=dtype)
+    latent = side // spec.vae_factor
+    with counting.mode:
+        carry = counting.inputs(1, latent, latent, dtype)
+        costs = cut.count(unet_units(unet), dataclasses.replace(carry, timestep=torch.tensor([1])))
+        pixels = torch.empty(1, 3, side, side, dtype=counting.vae_dtype)
+        with torch.no_grad():
+            return costs, cut.count(counting.vae_units, Carry(sample=pixels), backward=False)
+
+
+def units_of(flat: list[Unit], folding: Folding, stage: int) -> dict[str, list[Unit]]:
+    """The units of a stage's two chunks."""
+    return {c: [flat[i] for i in chunk] for c, chunk in zip(("down", "up"), folding.cut.chunks(stage), strict=True)}
