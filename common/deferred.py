@@ -28,7 +28,7 @@ class WeightQueue:
 
     def __init__(self):
         self.pending: list[Work] = []
-        self._casts: dict[int, tuple[int, Tensor]] = {}
+        self._casts: dict[int, Tensor] = {}
 
     def take(self) -> list[Work]:
         """Hand over what has been queued since the last call: the W that belongs to the B just done."""
@@ -43,17 +43,17 @@ class WeightQueue:
             while work:
                 work.pop(0)()
 
-    def cast(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The weight in the dtype of autocast: made once a step, not once for each micro-batch in flight.
+    def begin_step(self) -> None:
+        """Weights have changed. Their version counters cannot tell: torch's fused optimizers leave them as they were."""
+        self._casts.clear()
 
-        The optimizer raises the version of what it changes, so that a cast never outlives its weight.
-        """
+    def cast(self, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The weight in the dtype of autocast: made once a step, not once for each micro-batch in flight."""
         if weight is None or weight.dtype == dtype:
             return None if weight is None else weight.detach()
-        version, cast = self._casts.get(id(weight), (None, None))
-        if version != weight._version or cast.dtype != dtype:
-            cast = weight.detach().to(dtype)
-            self._casts[id(weight)] = weight._version, cast
+        cast = self._casts.get(id(weight))
+        if cast is None or cast.dtype != dtype:
+            cast = self._casts[id(weight)] = weight.detach().to(dtype)
         return cast
 
 

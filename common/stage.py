@@ -81,6 +81,7 @@ class Stage:
 
     def begin_step(self) -> None:
         """Zeroed gradients in one buffer for each chunk, so that a chunk's can be reduced by one call and without a copy."""
+        self.queue.begin_step()
         for chunk, buffer in self.gradients.items():
             buffer.zero_()
             start = 0

@@ -128,13 +128,17 @@ def test_frozen_weights_and_evaluation_queue_nothing():
     assert queue.pending == []
 
 
-def test_a_cast_weight_is_made_once_a_step_and_never_outlives_its_weight():
-    layer, queue = nn.Linear(5, 5), WeightQueue()
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_cast_weight_is_made_once_a_step_and_never_outlives_its_weight(optimizer):
+    layer, queue = nn.Linear(3, 3), WeightQueue()
+    fused = optimizer(layer.parameters(), lr=0.5, fused=True)  # which does not raise the version of what it changes
     first = queue.cast(layer.weight, torch.bfloat16)
     assert queue.cast(layer.weight, torch.bfloat16) is first
     layer.weight.grad = torch.ones_like(layer.weight)
-    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+    fused.step()
+    queue.begin_step()
     assert torch.equal(queue.cast(layer.weight, torch.bfloat16), layer.weight.detach().bfloat16())
+    assert not torch.equal(first, layer.weight.detach().bfloat16())
 
 
 def test_the_compiler_takes_deferred_layers_without_a_break():
