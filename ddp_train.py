@@ -356,9 +356,8 @@ def train_step(run: Run, batches: Iterator[dict]) -> dict | None:
         encoded = run.encode(samples)
         with contextlib.nullcontext() if micro == batch.accum - 1 else run.ddp.no_sync():
             each = per_sample_loss(run, samples, encoded, run.ddp)
-            (
-                each.sum() / nominal * run.loss_scale.scale
-            ).backward()  # comm: all-reduce, 4 P bytes, in the last one only
+            loss = each.sum() / nominal * run.loss_scale.scale
+            loss.backward()  # comm: all-reduce, 4 P bytes, only in the last micro-batch
         tally.add(samples, encoded.finite, each.detach())
     everyone = agree(run.world, tally.close(stop=run.world.stop.is_set()))  # [2]
 

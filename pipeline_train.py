@@ -57,7 +57,7 @@ from common.ledger import SAMPLES, Ledger, Tally
 from common.meters import Progress, Rows, read_rows
 from common.optim import EMA, LossScale, apply_step, build_optimizer, clip_factor, optimizer_tensors
 from common.plan import describe
-from common.schedule import ENCODED_IN_TRANSIT, Message, Op, Schedule, programs
+from common.schedule import ENCODED_IN_TRANSIT, Message, Op, Schedule, Span, programs, simulate
 from common.stage import Stage, place_frozen
 from common.units import Carry, unet_carry
 
@@ -441,7 +441,7 @@ class Run:
     replica: int  # which share of the global batch is mine
     frozen: models.Frozen
     feed: Feed | None = None  # the next step's, encoded in the holes of the last
-    spans: list = field(default_factory=list)  # (op, start, end) of the last step, for the picture
+    spans: list[tuple] = field(default_factory=list)  # when the operations of the last step really ran
 
     @property
     def outermost(self) -> bool:
@@ -472,14 +472,17 @@ def read(run: Run, batches: Iterator[dict], count: int) -> Feed:
     return Feed(read, pixels, tokens)
 
 
-def play(run: Run, schedule: Schedule, flight: Flight) -> None:
-    """This rank's part of a schedule: post what it says, compute what it says, wait only for what an operation needs."""
+def play(run: Run, schedule: Schedule, flight: Flight) -> list[tuple]:
+    """This rank's part of a schedule: post what it says, compute what it says, wait only for what an operation needs.
+
+    Returns (operation, start, end) of all that was computed, as moments that are read later.
+    """
     stage, wire, results = run.stage, run.wire, {}
     program = programs(schedule)[stage.stage]
     last_of = {
         op.chunk: op for action, op in program if action == "run" and op.kind == ("W" if schedule.split else "B")
     }
-    reductions, run.spans = [], []
+    reductions, spans = [], [(None, now(run.world), None)]
     for action, what in program:
         if action == "recv":
             pictures = flight.next_feed.pictures if what.op.kind == "E" else None
@@ -489,7 +492,7 @@ def play(run: Run, schedule: Schedule, flight: Flight) -> None:
         else:
             received, start = wire.take(what), now(run.world)
             results[what] = perform(run, what, received, flight)
-            run.spans.append((what, start, now(run.world)))
+            spans.append((what, start, now(run.world)))
             if last_of.get(what.chunk) == what and run.groups.replicate is not None:
                 flat = stage.gradients[what.chunk]  # final: averaged while the rest of the schedule runs
                 work = dist.all_reduce(
@@ -499,6 +502,7 @@ def play(run: Run, schedule: Schedule, flight: Flight) -> None:
     for work in reductions:
         work.wait()
     wire.close()
+    return spans
 
 
 def now(world: World) -> float | torch.cuda.Event:
@@ -586,7 +590,8 @@ def train_step(run: Run, batches: Iterator[dict]) -> dict | None:
         run.feed = read(run, timed, batch.accum)
     run.stage.begin_step()
     flight = Flight(run.latents, feed, run.feed, tally=tally)
-    play(run, folding.step(encode=run.feed is not None), flight)  # [2]
+    schedule = folding.step(encode=run.feed is not None)
+    run.spans = [(schedule, None, None), *play(run, schedule, flight)]  # [2]
     everyone = agree(run.world, tally.close(stop=run.world.stop.is_set()))  # [3]
 
     # [4] The gradient is the sum over all samples / global_batch; what was missing from the batch is put right here.
@@ -684,6 +689,27 @@ def tell_shape(run: Run, latents: tuple[int, int, int] | None) -> tuple[int, int
     if run.groups.pipe is not None:
         dist.broadcast(shape, run.wire.first, group=run.groups.pipe)  # comm: broadcast, 24 B, when drawing
     return tuple(shape.tolist())
+
+
+def draw_schedule(run: Run, out: Path) -> None:
+    """schedule.png: the last step as planned and as it ran, stage by stage, of the first replica."""
+    if not run.spans:
+        return
+    (schedule, *_), (_, began, _), *spans = run.spans
+    mine = [(op, passed(began, start), passed(began, end)) for op, start, end in spans]
+    everyone = [None] * run.world.world_size if run.world.rank == 0 else None
+    dist.gather_object(mine, everyone)  # comm: gather of when each operation ran, to rank 0, once
+    if everyone is not None:
+        real = [Span(r, *one) for r, part in enumerate(everyone[: run.folding.stages]) for one in part]
+        plots.schedule(simulate(schedule).spans, real, out / "schedule.png")
+
+
+def passed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Seconds between two moments."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 # ── save / load ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -791,6 +817,7 @@ def main(world: World) -> None:
     if state is not None:
         notes += load(run, folder, state)
     carry_out(run, frozen, out, [*job.notes, *notes])
+    draw_schedule(run, out)
 
 
 def memory_of(world: World) -> float:

@@ -112,6 +112,11 @@ class Config:
         scripts=("pipeline",),
     )
     grad_compress: str = _flag("none", "send gradients in half the bytes", choices=("none", "bf16"), scripts=("ddp",))
+    shard_size: int | None = _flag(
+        None, "ranks that share one copy of the weights (default: all); fewer: HSDP", metavar="N", scripts=("fsdp",)
+    )
+    no_reshard: bool = _flag(False, "keep weights gathered from forward to backward (ZeRO-2)", scripts=("fsdp",))
+    offload: bool = _flag(False, "weights, gradients and optimizer state live in the host's memory", scripts=("fsdp",))
     seed: int = _flag(0, "of weights, order, noise, crops, flips and dropped captions", metavar="S")
     workers: int | None = _flag(None, "processes per rank that read pictures (default: from the cores)", metavar="W")
     timeout: float = _flag(600.0, "seconds a rank waits for the others before all stop", metavar="SECONDS")
@@ -208,7 +213,7 @@ def check(config: Config, argv: list[str] = ()) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             example = f.default or 0.5
             refuse("--" + f.name.replace("_", "-"), f"must be a finite number, for example {example}")
-    for flag in ("--micro-batch", "--accum", "--global-batch", "--steps", "--keep", "--log-every"):
+    for flag in ("--micro-batch", "--accum", "--global-batch", "--steps", "--keep", "--log-every", "--shard-size"):
         at_least(flag, 1)
     for flag in ("--warmup", "--workers", "--save-every", "--val-every", "--sample-every", "--seed"):
         at_least(flag, 0)
@@ -344,7 +349,8 @@ def learning_rate(done: int, config: Config, replicas: int) -> float:
 # Flags that leave the curve as it is: how the work is split, watched and stored.
 NEUTRAL = frozenset(
     "micro_batch accum workers timeout out save_every keep resume no_export val_every sample_every prompts log_every "
-    "log_samples dry_run activations compile attention deterministic time_limit stages schedule encode".split()
+    "log_samples dry_run activations compile attention deterministic time_limit shard_size no_reshard offload "
+    "stages schedule encode".split()
 )
 # Flags under which the weights of a checkpoint mean something else.
 BOUND = ("preset", "prediction", "zero_snr", "optimizer")

@@ -309,6 +309,11 @@ def dealt(samples: Samples, rank: int, world_size: int, size: int) -> list[list[
     return [mine[i : i + size] for i in range(0, len(mine), size)]
 
 
+def equal_shares(count: int, rank: int, world_size: int) -> list[int]:
+    """This rank's indices of 0 .. count-1; every rank has the same number of them, so the last may have some twice."""
+    return [i % count for i in range(rank, math.ceil(count / world_size) * world_size, world_size)]
+
+
 def prompts_of(config: Config, source: Source, count: int = 24) -> list[str]:
     """Prompts of the sample grid: the file's lines, or captions from the data (every kind that `shapes` has)."""
     if config.prompts is not None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,28 +165,15 @@ class WeightFile:
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._open[self._file_of[name]].get_tensor(name).float()
 
 
-@torch.no_grad()
-def load_weights(module: nn.Module, weights: WeightFile) -> None:
-    """Fill `module` from `weights`; every parameter must be there, in its shape. Raises UsageError naming the first that is not."""
-    check_names(module, weights)
-    for name, parameter in module.named_parameters():
-        tensor = weights[name]
-        if tensor.shape != parameter.shape:
-            raise _other_shape(weights, name, tensor, parameter)
-        parameter.copy_(tensor)
-
-
-def _other_shape(weights: WeightFile, name: str, found: torch.Tensor, wanted: torch.Tensor) -> UsageError:
-    return UsageError(
-        f"--model: {weights.folder}: {name} is {list(found.shape)}, its config.json asks for {list(wanted.shape)}"
-    )
-
-
-def check_names(module: nn.Module, weights: WeightFile) -> None:
+def check_weights(module: nn.Module, weights: WeightFile) -> None:
+    """Every parameter of `module` must be there, in its shape. Raises UsageError naming the first that is not."""
     wanted, found = {name for name, _ in module.named_parameters()}, weights.names()
     if wanted != found:
         sample = sorted(wanted ^ found)[0]
@@ -194,6 +181,12 @@ def check_names(module: nn.Module, weights: WeightFile) -> None:
             f"--model: {weights.folder} does not fit its config.json: {len(wanted - found)} weights missing, "
             f"{len(found - wanted)} unexpected, first {sample}"
         )
+    for name, parameter in module.named_parameters():
+        if weights.shape(name) != tuple(parameter.shape):
+            raise UsageError(
+                f"--model: {weights.folder}: {name} is {list(weights.shape(name))}, "
+                f"its config.json asks for {list(parameter.shape)}"
+            )
 
 
 # ── The model of a run ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -310,28 +303,35 @@ def build_unet(spec: ModelSpec, seed: int, device: torch.device) -> UNet2DCondit
     """The UNet in float32 on `device`, whatever the type of the stored weights: master weights are float32."""
     unet = empty_unet(spec)
     unet.to_empty(device=device).requires_grad_(True).train()
-    if spec.folder is None or spec.folder == TINY:  # tiny ships its frozen parts; its UNet is what the run trains
-        seed_weights(unet, seed, "unet")
-    else:
-        load_weights(unet, WeightFile(spec.folder / "unet"))
+    with torch.no_grad():
+        for name, value in weights_of(unet, spec, seed):
+            unet.get_parameter(name).copy_(value)
     return unet
 
 
-@torch.no_grad()
-def build_part(spec: ModelSpec, seed: int, device: torch.device, names: set[str]) -> UNet2DConditionModel:
-    """The UNet with only these parameters in memory, float32 on `device`, the same values as in `build_unet`; the others
-    stay on the meta device."""
-    unet = empty_unet(spec).train()
-    weights = None if spec.folder in (None, TINY) else WeightFile(spec.folder / "unet")
-    if weights is not None:
-        check_names(unet, weights)
+def weights_of(
+    unet: nn.Module, spec: ModelSpec, seed: int, names: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole initial value on the CPU) of every parameter, or of those in `names`, one at a time; shapes are those
+    of `unet`, sharded or not.
+
+    Raises UsageError for a folder whose weights do not fit.
+    """
+    seeded = spec.folder is None or spec.folder == TINY  # tiny ships its frozen parts; its UNet is what a run trains
+    file = None if seeded else WeightFile(spec.folder / "unet")
+    if file is not None:
+        check_weights(unet, file)
     for name, owner, parameter in list(named_owners(unet)):
-        if name not in names:
-            continue
-        value = seeded_tensor(seed, f"unet.{name}", owner, parameter.shape) if weights is None else weights[name]
-        if value.shape != parameter.shape:
-            raise _other_shape(weights, name, value, parameter)
-        owner.register_parameter(name.rsplit(".", 1)[-1], nn.Parameter(value.to(device)))
+        if names is None or name in names:
+            yield name, file[name] if file else seeded_tensor(seed, f"unet.{name}", owner, parameter.shape)
+
+
+def build_part(spec: ModelSpec, seed: int, device: torch.device, names: Container[str]) -> UNet2DConditionModel:
+    """The UNet with only these parameters in memory, float32 on `device`; the others stay on the meta device."""
+    unet = empty_unet(spec).train()
+    for name, value in weights_of(unet, spec, seed, names):
+        path, _, leaf = name.rpartition(".")
+        unet.get_submodule(path).register_parameter(leaf, nn.Parameter(value.to(device)))
     return unet
 
 
@@ -398,7 +398,7 @@ def compile_blocks(unet: UNet2DConditionModel) -> None:
     torch._dynamo.config.recompile_limit = 256
     for module in unet.modules():
         if isinstance(module, ResnetBlock2D | BasicTransformerBlock):
-            module.compile(dynamic=False)
+            module.forward = torch.compile(module.forward, dynamic=False)  # hooks, which FSDP lives on, stay outside
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,13 +1,172 @@
-"""What --dry-run prints: the batch product, the memory that is known beforehand, and the bytes on the wire."""
+"""What --dry-run prints: the batch product, what a step sends and how often, from how many images on that hides behind
+the computation, and the memory of a rank. Nothing here needs a GPU, or the ranks that it plans for."""
 
+import gc
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from common import models, shards
 from common.config import Batch, Config
-from common.models import ModelSpec, parameter_count
+from common.models import ModelSpec
 
 GIB = 2**30
+BUCKET = 200 * 2**20  # of DDP
 
 
-def replicated_bytes(parameters: int, config: Config) -> dict[str, int]:
-    """Memory per rank of what DDP keeps whole, in bytes: everything is float32."""
+# ── What goes over the wire ──────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of an optimizer step, on one rank."""
+
+    kind: str
+    when: str
+    count: int
+    message: int  # bytes of the whole tensor, all `count` together
+    ranks: int  # in its group
+    rounds: int  # (N-1)/N of the message are sent once, or twice for an all-reduce
+    hidden: str = "all"  # behind "all" of the computation, or only the "backward" pass, or "nothing"
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends in a ring."""
+        return self.rounds * (self.ranks - 1) * self.message // self.ranks
+
+
+def ddp_collectives(parameters: int, config: Config, ranks: int) -> list[Collective]:
+    """The last backward pass of a step, in buckets; see the table in ddp_train.py."""
+    message = parameters * (2 if config.grad_compress == "bf16" else 4)
+    return [Collective("all-reduce", "last backward", -(-4 * parameters // BUCKET), message, ranks, 2, "backward")]
+
+
+def fsdp_collectives(groups: list[shards.Group], config: Config, ranks: int, accum: int) -> list[Collective]:
+    """One optimizer step; see the table in fsdp_train.py. Rows are padded to an even share before they are sent."""
+    size = config.shard_size or ranks
+    item = models.DTYPES[config.precision].itemsize
+    gathered = sum(g.padded(size) for g in groups)
+    again = [] if config.no_reshard else [g for g in groups if not g.is_root]
+    plan = [
+        Collective("all-gather", "forward", accum * len(groups), accum * gathered * item, size, 1),
+        Collective(
+            "all-gather", "backward", accum * len(again), accum * sum(g.padded(size) for g in again) * item, size, 1
+        ),
+        Collective("reduce-scatter", "last backward", len(groups), 4 * gathered, size, 1),
+    ]
+    if size < ranks:
+        shard = 4 * gathered // size
+        plan.append(Collective("all-reduce", "last backward", len(groups), shard, ranks // size, 2, "backward"))
+    return [c for c in plan if c.count]
+
+
+def critical_micro_batch(plan: list[Collective], flops: float, bandwidth: float, rate: float) -> float:
+    """Images per GPU and step from which on communication hides behind computation.
+
+    flops: forward and backward of one image · bandwidth: bytes a rank sends per second · rate: FLOP per second that the
+    training achieves. What hides behind the backward pass alone has two thirds of the work to do so.
+    """
+    behind_all = sum(c.sent for c in plan) / bandwidth / (flops / rate)
+    behind_backward = sum(c.sent for c in plan if c.hidden == "backward") / bandwidth / (2 / 3 * flops / rate)
+    return max(behind_all, behind_backward)
+
+
+# ── What a step computes and holds ───────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True)
+class Work:
+    """Of one forward and backward pass."""
+
+    flops: float  # of one image, recomputation not counted
+    activations: int  # bytes at the worst moment, without weights and gradients
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that were made under it and are still alive, and the most there ever were.
+
+    `sweep`: recomputation leaves tensors in reference cycles, which a GPU's allocator sees freed earlier than the fake
+    pass does; collect them before believing in a new maximum.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.sweep = False
+        self._known = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {id(storage) for storage in _storages((args, kwargs))}  # of weights, too, by way of their views
+        for storage in _storages(result):
+            if id(storage) not in given and storage not in self._known:
+                self._known[storage] = weakref.finalize(storage, self._drop, storage.nbytes())
+                self.now += storage.nbytes()
+        if self.sweep and self.now > 1.02 * self.peak:
+            gc.collect()
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+def _storages(values) -> list[torch.UntypedStorage]:
+    return [v.untyped_storage() for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
+
+
+def fake_step(
+    spec: ModelSpec, side: int, micro_batch: int, precision: str, recompute: bool, half_weights: bool
+) -> Work:
+    """A forward and backward pass over fake tensors: shapes and types are the real ones, nothing is computed or stored.
+
+    half_weights: the weights come in `precision`, as FSDP gathers them, so that autocast makes no copies of its own.
+    """
+    unet = models.empty_unet(spec).train()
+    if half_weights:
+        nn.Module.to(unet, models.DTYPES[precision])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        unet = unet.to_empty(device="cpu")
+        if recompute:
+            unet.enable_gradient_checkpointing()
+        for p in unet.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # counted elsewhere
+        latent = side // spec.vae_factor
+        noisy = torch.empty(micro_batch, spec.latent_channels, latent, latent)
+        condition = {"encoder_hidden_states": torch.empty(micro_batch, 77, spec.unet["cross_attention_dim"])}
+        if spec.is_xl:
+            sizes = 6 * spec.unet["addition_time_embed_dim"]
+            pooled = torch.empty(micro_batch, spec.unet["projection_class_embeddings_input_dim"] - sizes)
+            condition["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(micro_batch, 6)}
+        with LiveBytes() as live, FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+            with models.autocast(precision, torch.device("cpu")):
+                out = unet(noisy, torch.zeros(micro_batch, dtype=torch.long), **condition).sample
+            live.sweep = recompute
+            out.float().square().mean().backward()
+    return Work(counter.get_total_flops() / micro_batch, live.peak)
+
+
+_CPU_ATTENTION = {  # which torch's counter does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+def measure_work(spec: ModelSpec, config: Config, batch: Batch, half_weights: bool) -> Work:
+    recompute = config.activations == "checkpoint"
+    work = fake_step(spec, config.resolution, batch.micro_batch, config.precision, recompute, half_weights)
+    if recompute:
+        plain = fake_step(spec, config.resolution, 1, config.precision, False, half_weights)
+        work = Work(plain.flops, work.activations)
+    return work
+
+
+def kept_bytes(parameters: int, config: Config) -> dict[str, int]:
+    """What stays from step to step, in bytes; everything is float32. Of `parameters` that a rank holds."""
     kept = {
         "weights": 4,
         "gradients": 4,
@@ -17,24 +176,67 @@ def replicated_bytes(parameters: int, config: Config) -> dict[str, int]:
     return {what: size * parameters for what, size in kept.items() if size}
 
 
-def ring_bytes(message: int, ranks: int) -> int:
-    """What one rank sends in a ring all-reduce of `message` bytes: 2 (N-1)/N of it."""
-    return 2 * (ranks - 1) * message // ranks
+def memory_of(script: str, groups: list[shards.Group], config: Config, batch: Batch, ranks: int, work: Work) -> dict:
+    """Bytes of a rank at the worst moment of a step, by what they are for; the frozen VAE and text encoders come on top."""
+    parameters = sum(g.parameters for g in groups)
+    if script == "ddp":
+        return kept_bytes(parameters, config) | {"activations": work.activations}
+    size, item = config.shard_size or ranks, models.DTYPES[config.precision].itemsize
+    kept = kept_bytes(sum(g.padded(size) for g in groups) // size, config)
+    if config.offload:
+        kept = {}
+    # The worst moment is the end of the forward pass. Then the root is gathered, and the last groups of the network.
+    gathered = groups if config.no_reshard else [g for g in groups if g.is_root] + groups[-2:]
+    extra = {"gathered": item * sum(g.padded(size) for g in gathered), "activations": work.activations}
+    if batch.accum > 1:
+        extra["whole gradients"] = 4 * parameters
+    return kept | extra
 
 
-def describe(config: Config, batch: Batch, spec: ModelSpec, samples: int) -> str:
-    parameters = parameter_count(spec)
-    memory = replicated_bytes(parameters, config)
-    message = parameters * (2 if config.grad_compress == "bf16" else 4)
+# ── The text ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def describe(
+    script: str, config: Config, batch: Batch, spec: ModelSpec, samples: int, ranks: int, bandwidth: float | None,
+    rate: float | None,
+) -> str:  # fmt: skip
+    """The plan. bandwidth in GB/s and rate in TFLOP/s, None for unknown."""
+    groups = shards.groups_of_spec(spec)
+    parameters = sum(g.parameters for g in groups)
+    work = measure_work(spec, config, batch, half_weights=script == "fsdp")
+    plan = (
+        ddp_collectives(parameters, config, ranks)
+        if script == "ddp"
+        else fsdp_collectives(groups, config, ranks, batch.accum)
+    )
+    memory = memory_of(script, groups, config, batch, ranks, work)
     steps = -(-samples // batch.global_batch)
     lines = [
-        f"model      {spec.name}, UNet of {parameters:,} parameters, predicts {config.prediction}",
+        f"model      {spec.name}, UNet of {parameters:,} parameters, predicts {config.prediction}; "
+        f"{work.flops / 1e12:.3f} TFLOP per image, forward and backward",
         f"data       {config.data}: {samples} samples at {config.resolution} x {config.resolution}, {steps} steps per epoch",
         f"replicas   {batch.replicas}",
         f"batch      {batch}",
         f"steps      {config.steps}, {config.optimizer}, lr {config.lr:g} {config.lr_schedule}, warm-up {config.warmup}, {config.precision}",
-        f"memory     {sum(memory.values()) / GIB:.2f} GiB per rank before activations: "
-        + ", ".join(f"{what} {size / GIB:.2f}" for what, size in memory.items()),
-        f"wire       {ring_bytes(message, batch.replicas) / GIB:.3f} GiB sent per rank and step (all-reduce of {message / GIB:.3f} GiB)",
+        f"memory     {sum(memory.values()) / GIB:.2f} GiB per rank: "
+        + ", ".join(f"{what} {size / GIB:.2f}" for what, size in memory.items())
+        + "; VAE and text encoders come on top"
+        + ("; --compile needs less for activations" if config.compile else ""),
     ]
+    for c in plan:
+        lines.append(
+            f"wire       {c.kind:14} {c.when:13} {c.count:4} x {c.message / c.count / 2**20:8.2f} MiB over {c.ranks} ranks: "
+            f"{c.sent / GIB:.3f} GiB sent per rank and step"
+        )
+    lines.append(f"wire       {sum(c.sent for c in plan) / GIB:.3f} GiB sent per rank and step in all")
+    if ranks == 1:
+        return "\n".join(lines)
+    if bandwidth and rate:
+        images = critical_micro_batch(plan, work.flops, 1e9 * bandwidth, 1e12 * rate)
+        here = batch.micro_batch * batch.accum
+        verdict = "hides" if here >= images else "does not hide"
+        lines.append(
+            f"critical   {images:.2f} images per GPU and step at {bandwidth:.3g} GB/s and {rate:.3g} TFLOP/s: with {here}, "
+            f"communication {verdict} behind computation"
+        )
+    else:
+        lines.append("critical   give --bandwidth GB/S and --tflops T to see how many images hide the communication")
     return "\n".join(lines)
