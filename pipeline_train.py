@@ -441,7 +441,9 @@ class Run:
     replica: int  # which share of the global batch is mine
     frozen: models.Frozen
     feed: Feed | None = None  # the next step's, encoded in the holes of the last
-    spans: list[tuple] = field(default_factory=list)  # when the operations of the last step really ran
+    spans: list[tuple] = field(
+        default_factory=list
+    )  # of the last step that was like most: it encoded the next one's pictures
 
     @property
     def outermost(self) -> bool:
@@ -591,7 +593,9 @@ def train_step(run: Run, batches: Iterator[dict]) -> dict | None:
     run.stage.begin_step()
     flight = Flight(run.latents, feed, run.feed, tally=tally)
     schedule = folding.step(encode=run.feed is not None)
-    run.spans = [(schedule, None, None), *play(run, schedule, flight)]  # [2]
+    spans = play(run, schedule, flight)  # [2]
+    if run.feed is not None or not run.spans or config.encode == "ahead":
+        run.spans = [(schedule, None, None), *spans]
     everyone = agree(run.world, tally.close(stop=run.world.stop.is_set()))  # [3]
 
     # [4] The gradient is the sum over all samples / global_batch; what was missing from the batch is put right here.
@@ -692,7 +696,7 @@ def tell_shape(run: Run, latents: tuple[int, int, int] | None) -> tuple[int, int
 
 
 def draw_schedule(run: Run, out: Path) -> None:
-    """schedule.png: the last step as planned and as it ran, stage by stage, of the first replica."""
+    """schedule.png: one of the last steps as planned and as it ran, stage by stage, of the first replica."""
     if not run.spans:
         return
     (schedule, *_), (_, began, _), *spans = run.spans
@@ -779,7 +783,6 @@ def main(world: World) -> None:
     check_devices(world)
     spec = models.spec_of(given)
     stages = stages_of(given, spec, world.world_size)
-    replica, stage = divmod(world.rank, stages)
     batch = batch_of(given, replicas=world.world_size // stages, default=(2, 4))
     job = prepare(given, spec, batch, world.device.type == "cuda", world.local_world_size)
     config = job.config
@@ -790,34 +793,40 @@ def main(world: World) -> None:
         return
     folder, state, notes = find_checkpoint(world, job, "pipeline")
     frozen = models.build_frozen(spec, config.seed)
-    unet = models.build_part(spec, config.seed, world.device, set(folding.shapes[stage]))
+    unet = models.build_part(spec, config.seed, world.device, set(folding.shapes[world.rank % stages]))
     all_ready(
         world, f"{job.fingerprint}, {stages} stages, step {state['step'] if state else 0}", seconds=config.timeout
     )
     out = open_out(world, config, "pipeline")
 
     join(world, config.timeout)
-    groups = make_groups(world, stages, config.timeout)
     models.use_kernels(config, world.device)
+    run = build_run(world, job, folding, make_groups(world, stages, config.timeout), unet, frozen)
+    if state is not None:
+        notes += load(run, folder, state)
+    carry_out(run, frozen, out, [*job.notes, *notes])
+    draw_schedule(run, out)
+
+
+def build_run(world: World, job: Job, folding: Folding, groups: Groups, unet: nn.Module, frozen: models.Frozen) -> Run:
+    """Put this rank's units and encoders on the device, and around them what trains them."""
+    config = job.config
+    replica, stage = divmod(world.rank, folding.stages)
     if config.compile:
         models.compile_blocks(unet)
     job.schedule.to(world.device)
     if stage:  # stage 0 reads, and says what was read
         job = dataclasses.replace(job, config=dataclasses.replace(config, workers=0, log_samples=False))
     place_frozen(frozen, folding, stage, world.device, models.DTYPES[config.precision])
-    mine = Stage(stage, folding, unet, frozen, Templates(spec, config.precision, world.device), world.device)
+    mine = Stage(stage, folding, unet, frozen, Templates(job.spec, config.precision, world.device), world.device)
     named = mine.parameters()
     ema = EMA(named, config.ema) if config.ema else None
-    run = Run(
+    return Run(
         job, world, unet, folding, mine, groups, Wire(groups, world, stage), build_optimizer(named, config),
         LossScale(config.precision == "fp16", world.device), ema,
         Ledger(job, world.rank, ema, share=lambda mine: everyone_says(world, mine)),
         replica, frozen,
     )  # fmt: skip
-    if state is not None:
-        notes += load(run, folder, state)
-    carry_out(run, frozen, out, [*job.notes, *notes])
-    draw_schedule(run, out)
 
 
 def memory_of(world: World) -> float:

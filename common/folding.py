@@ -19,7 +19,9 @@ from common.schedule import Schedule, build, check, simulate, utilisation
 from common.units import Carry, Unit, fake_mode, fake_model, probe, unet_carry, unet_units, vae_encoder_units
 
 TOKENS = 77
-ROOMS = (2.0, 1.5, 1.0)  # how much more than 1F1B's activations a rank may hold: the largest that fits
+# How much a rank may hold of the activations of P micro-batches: 1F1B just these, which is its point, zero bubble what
+# fits, because more room leaves fewer holes.
+ROOMS = {"1f1b": (1.0,), "zero-bubble": (2.0, 1.5, 1.0)}
 
 
 def stages_of(config: Config, spec: ModelSpec, world_size: int) -> int:
@@ -121,7 +123,7 @@ class Folding:
         if key not in self._made:
             recompute = self.config.activations == "checkpoint"
             costs = cut.schedule_costs(self.costs, self.cut, self.encode, recompute=recompute)
-            rooms = [r for r in ROOMS if r <= self.memory.room]
+            rooms = [r for r in ROOMS[self.config.schedule] if r <= self.memory.room]
             made = [build(kind, self.stages, micro_batches, costs, encode, room) for room in rooms]
             self._made[key] = min(made, key=lambda s: simulate(s).makespan)
         return self._made[key]
@@ -153,7 +155,8 @@ def plan_fold(
     vae, texts = models.frozen_on_meta(spec)
     per_parameter = 8.0 + 8.0 * (config.optimizer == "adamw") + 4.0 * bool(config.ema) + 2.0 * (dtype.itemsize == 2)
     memory, found = None, None
-    for room in ROOMS:
+    rooms = ROOMS[config.schedule]
+    for room in rooms:
         memory = Memory(
             per_parameter, batch.micro_batch, batch.accum, room, GIB / 2 * (device.type == "cuda"), recompute
         )
@@ -161,7 +164,7 @@ def plan_fold(
             found = cut.fold(costs, stages, memory, limit)
             break
         except UsageError:
-            if room == ROOMS[-1]:
+            if room == rooms[-1]:
                 raise
     rows = cut.plan(costs, found, memory)
     sizes = {name: float(weights(text) * dtype.itemsize) for name, text in texts.items()}
