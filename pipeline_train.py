@@ -56,7 +56,6 @@ from common.job import Job, prepare
 from common.ledger import SAMPLES, Ledger, Tally
 from common.meters import Progress, Rows, read_rows
 from common.optim import EMA, LossScale, apply_step, build_optimizer, clip_factor, optimizer_tensors
-from common.plan import describe
 from common.schedule import ENCODED_IN_TRANSIT, Message, Op, Schedule, Span, programs, simulate
 from common.stage import Stage, place_frozen
 from common.units import Carry, unet_carry
@@ -444,6 +443,7 @@ class Run:
     spans: list[tuple] = field(
         default_factory=list
     )  # of the last step that was like most: it encoded the next one's pictures
+    sent_bytes: int = 0  # to neighbours, in that step
 
     @property
     def outermost(self) -> bool:
@@ -484,11 +484,13 @@ def play(run: Run, schedule: Schedule, flight: Flight) -> list[tuple]:
     last_of = {
         op.chunk: op for action, op in program if action == "run" and op.kind == ("W" if schedule.split else "B")
     }
+    wire.sent_bytes = 0
     reductions, spans = [], [(None, now(run.world), None)]
     for action, what in program:
         if action == "recv":
             pictures = flight.next_feed.pictures if what.op.kind == "E" else None
-            wire.receive(what, stage.expects(what.op, flight.latents, pictures))  # comm: receive, as the schedule says
+            expected = run.folding.expects(stage.templates, stage.stage, what.op, flight.latents, pictures)
+            wire.receive(what, expected)  # comm: receive, as the schedule says
         elif action == "send":
             wire.send(what, results.pop(what.op))  # comm: send, as the schedule says
         else:
@@ -595,7 +597,7 @@ def train_step(run: Run, batches: Iterator[dict]) -> dict | None:
     schedule = folding.step(encode=run.feed is not None)
     spans = play(run, schedule, flight)  # [2]
     if run.feed is not None or not run.spans or config.encode == "ahead":
-        run.spans = [(schedule, None, None), *spans]
+        run.spans, run.sent_bytes = [(schedule, None, None), *spans], run.wire.sent_bytes
     everyone = agree(run.world, tally.close(stop=run.world.stop.is_set()))  # [3]
 
     # [4] The gradient is the sum over all samples / global_batch; what was missing from the batch is put right here.
@@ -789,7 +791,7 @@ def main(world: World) -> None:
     folding = plan_fold(spec, config, batch, stages, world.device, memory_of(world))
     if config.dry_run:
         if world.rank == 0:
-            print(describe(config, batch, spec, len(job.source)), folding.describe(), sep="\n")
+            print(folding.describe(spec, job.count))
         return
     folder, state, notes = find_checkpoint(world, job, "pipeline")
     frozen = models.build_frozen(spec, config.seed)

@@ -182,10 +182,13 @@ class _Layer(torch.autograd.Function):
     def backward(ctx, grad):
         layer, (x, w) = ctx.layer, ctx.saved_tensors
         layer.queue.pending.append(lambda: layer.weight_gradient(grad, x, w))
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        if not torch.is_autocast_enabled(grad.device.type):
+            return layer.input_gradient(grad, x, w), None, None, None, None, None
         # The dtypes were settled in forward; an autocast around the backward call must not change them.
         with torch.autocast(grad.device.type, enabled=False):
-            dx = layer.input_gradient(grad, x, w) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None, None
+            return layer.input_gradient(grad, x, w), None, None, None, None, None
 
 
 # ── the same for torch.compile ───────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ flags ─► unit costs ─► fold ─► encoders ─► schedule          no 
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,19 @@ from common.config import Batch, Config
 from common.cut import GIB, Fold, Memory, UnitCost
 from common.errors import UsageError
 from common.models import ModelSpec
-from common.schedule import Schedule, build, check, simulate, utilisation
-from common.units import Carry, Unit, fake_mode, fake_model, probe, unet_carry, unet_units, vae_encoder_units
+from common.schedule import Op, Schedule, build, check, messages, simulate
+from common.units import (
+    Carry,
+    Unit,
+    fake_mode,
+    fake_model,
+    probe,
+    returning,
+    unet_carry,
+    unet_units,
+    vae_encoder_units,
+    wire,
+)
 
 TOKENS = 77
 # How much a rank may hold of the activations of P micro-batches: 1F1B just these, which is its point, zero bubble what
@@ -55,7 +67,9 @@ class Templates:
         self.vae_dtype = torch.bfloat16 if precision == "bf16" else torch.float32  # the VAE never runs in fp16
         self.mode = fake_mode()
         self.unet_units = unet_units(fake_model(UNet2DConditionModel, spec.unet, self.mode, device))
-        vae = fake_model(AutoencoderKL, models.frozen_on_meta(spec)[0].config, self.mode, device, self.vae_dtype)
+        vae, texts = models.frozen_on_meta(spec)
+        self.text_configs = [text.config for text in texts.values()]
+        vae = fake_model(AutoencoderKL, vae.config, self.mode, device, self.vae_dtype)
         self.vae_units = vae_encoder_units(vae.requires_grad_(False))
         self._known: dict[tuple, list[Carry]] = {}
 
@@ -75,6 +89,14 @@ class Templates:
                 pixels = torch.empty(size, 3, height, width, dtype=self.vae_dtype, device=self.device)
                 self._known[key] = probe(self.vae_units, Carry(sample=pixels))
         return self._known[key]
+
+    def text(self, index: int, size: int) -> dict[str, tuple]:
+        """Name -> (shape, dtype) of what a text encoder says; SDXL's second one also says the pooled text."""
+        config, dtype = self.text_configs[index], models.DTYPES[self.precision]
+        shapes = {f"text.{index}": ((size, TOKENS, config.hidden_size), dtype)}
+        if self.spec.is_xl and index == 1:
+            shapes["pooled"] = ((size, config.projection_dim), dtype)
+        return shapes
 
     def inputs(self, size: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> Carry:
         """What conv_in is given, as tensors of the right shape; to be called inside `mode`."""
@@ -133,16 +155,58 @@ class Folding:
         encode = "next" if encode and self.config.encode == "online" else None
         return self.schedule_for(self.config.schedule, self.batch.accum, encode)
 
-    def describe(self) -> str:
-        """What --dry-run prints of it."""
-        made = self.step()
+    def expects(
+        self, templates: Templates, stage: int, op: Op, latents: tuple[int, int, int], pictures: tuple[int, int, int]
+    ) -> dict[str, tuple]:
+        """Name -> (shape, dtype) of what a neighbour sends to `stage` for `op`; sizes are (micro-batch, height, width)."""
+        if op.kind == "E":
+            sample = templates.vae(*pictures)[self.vae[stage].start].sample
+            texts = [i for above in range(self.stages - 1, stage, -1) for i in self.texts_of(above)]
+            shapes = [templates.text(i, pictures[0]) for i in texts]
+            return {"sample": (tuple(sample.shape), sample.dtype)} | {n: s for each in shapes for n, s in each.items()}
+        place = self.cut.down[stage] if op.chunk == "down" else self.cut.up[stage + 1]
+        if op.kind == "B":  # gradients come over the cut at which this chunk ends
+            place = self.cut.down[stage + 1] if op.chunk == "down" else self.cut.up[stage]
+        chosen = wire if op.kind == "F" else returning
+        named = chosen(templates.unet(*latents)[place], op.chunk)
+        return {name: (tuple(t.shape), t.dtype) for name, t in named.items()}
+
+    def sent_bytes(self, templates: Templates, schedule: Schedule) -> list[int]:
+        """What each stage sends to its neighbours in a step of this schedule."""
+        config, factor, sent = self.config, templates.spec.vae_factor, [0] * self.stages
+        side, size = config.resolution, self.batch.micro_batch
+        for src, dst, op in messages(schedule):
+            expected = self.expects(templates, dst, op, (size, side // factor, side // factor), (size, side, side))
+            sent[src] += sum(math.prod(shape) * kind.itemsize for shape, kind in expected.values())
+        return sent
+
+    def describe(self, spec: ModelSpec, samples: int) -> str:
+        """What --dry-run prints."""
+        config, made = self.config, self.step()
         check(made)
         rows = cut.plan(self.costs, self.cut, self.memory, self.vae, self.text)
-        busy = utilisation(made)
-        return (
-            f"{cut.table(rows)}\n{self.config.schedule}, encode {self.config.encode}: {self.batch.accum} micro-batches in "
-            f"flight over {self.stages} stages, {busy:.1%} busy as planned (messages that cost nothing)"
-        )
+        sent = self.sent_bytes(Templates(spec, config.precision, torch.device("cpu")), made)
+        parameters, replicas = sum(row.parameters for row in rows), self.batch.replicas
+        reduced = [2 * (replicas - 1) * 4 * row.parameters // replicas for row in rows]
+        busy = simulate(made).busy
+        lines = [
+            f"model      {spec.name}, UNet of {parameters:,} parameters, predicts {config.prediction}; "
+            f"{sum(c.total for c in self.costs) / 1e12:.3f} TFLOP per image, forward and backward, and "
+            f"{sum(self.encode) / 1e12:.3f} to encode it",
+            f"data       {config.data}: {samples} samples at {config.resolution} x {config.resolution}, "
+            f"{-(-samples // self.batch.global_batch)} steps per epoch",
+            f"stages     {self.stages}, {replicas} replicas; rank = replica x {self.stages} + stage",
+            f"batch      {self.batch}",
+            f"schedule   {config.schedule}, encode {config.encode}: {sum(busy) / len(busy):.1%} busy "
+            f"({', '.join(f'{b:.1%}' for b in busy)}), if messages cost nothing",
+            cut.table(rows),
+        ]
+        for stage, (wired, averaged) in enumerate(zip(sent, reduced, strict=True)):
+            lines.append(
+                f"wire       stage {stage} sends {wired / cut.MIB:.2f} MiB to its neighbours and {averaged / cut.MIB:.2f} MiB "
+                "to average gradients, per step"
+            )
+        return "\n".join(lines)
 
 
 def plan_fold(

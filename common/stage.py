@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from common import models
 from common.deferred import WeightQueue, defer
 from common.encode import read_text
-from common.folding import TOKENS, Folding, Templates, units_of
+from common.folding import Folding, Templates, units_of
 from common.models import Frozen
 from common.schedule import Op
 from common.units import (
@@ -21,7 +21,6 @@ from common.units import (
     backward,
     gradients,
     gradients_to_send,
-    returning,
     run_units,
     unet_units,
     vae_encoder_units,
@@ -94,37 +93,6 @@ class Stage:
         """How much is kept for operations to come: nothing between steps."""
         kept = (self.inputs, self.outputs, self.home, self.work, self.turned, self.queue.pending)
         return sum(len(one) for one in kept)
-
-    # ── what arrives ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def expects(self, op: Op, latents: tuple[int, int, int], pictures: tuple[int, int, int]) -> dict[str, tuple]:
-        """Name -> (shape, dtype) of what a neighbour sends for `op`; sizes are (micro-batch, height, width)."""
-        cut, stage = self.folding.cut, self.stage
-        if op.kind == "E":
-            return self._expected_encoding(pictures)
-        place = cut.down[stage] if op.chunk == "down" else cut.up[stage + 1]
-        if op.kind == "B":  # gradients come from the other side: over the cut where this chunk ends
-            place = cut.down[stage + 1] if op.chunk == "down" else cut.up[stage]
-        chosen = wire if op.kind == "F" else returning
-        carry = self.templates.unet(*latents)[place]
-        return {name: (tuple(t.shape), t.dtype) for name, t in chosen(carry, op.chunk).items()}
-
-    def _expected_encoding(self, pictures: tuple[int, int, int]) -> dict[str, tuple]:
-        sample = self.templates.vae(*pictures)[self.folding.vae[self.stage].start].sample
-        expected = {"sample": (tuple(sample.shape), sample.dtype)}
-        for above in range(self.last, self.stage, -1):
-            for i in self.folding.texts_of(above):
-                expected |= self._text_shapes(i, pictures[0])
-        return expected
-
-    def _text_shapes(self, index: int, size: int) -> dict[str, tuple]:
-        spec = self.templates.spec
-        config = list(models.frozen_on_meta(spec)[1].values())[index].config
-        dtype = models.DTYPES[self.precision]
-        shapes = {f"text.{index}": ((size, TOKENS, config.hidden_size), dtype)}
-        if spec.is_xl and index == 1:
-            shapes["pooled"] = ((size, config.projection_dim), dtype)
-        return shapes
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────
 

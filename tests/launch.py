@@ -30,7 +30,7 @@ def start(ranks: int, *flags, script: str = "ddp_train.py", cwd: Path, env: dict
     return subprocess.Popen(
         [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,8 +49,8 @@ def end(process: subprocess.Popen, seconds: float = 120) -> Ended:
     return Ended(process.returncode, out, err)
 
 
-def train(ranks: int, *flags, cwd: Path, **more) -> Ended:
-    return end(start(ranks, *flags, cwd=cwd, **more))
+def train(ranks: int, *flags, cwd: Path, seconds: float = 120, **more) -> Ended:
+    return end(start(ranks, *flags, cwd=cwd, **more), seconds)
 
 
 def trained(ranks: int, *flags, cwd: Path, **more) -> Ended:
