@@ -47,7 +47,7 @@ from common.job import Job, prepare
 from common.ledger import SAMPLES, Ledger
 from common.meters import Progress, Rows, read_rows
 from common.optim import EMA, LossScale, apply_step, build_optimizer, clip_factor, optimizer_tensors
-from common.plan import describe
+from common.plan import describe, product_rate
 
 # ── init ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Everything down to the strategy is the same text in the three scripts; a test compares them.
@@ -193,6 +193,24 @@ def open_out(world: World, config: Config, script: str) -> Path:
         world.store.set("out", str(checkpoint.choose_out(config.out, script, config.resume)))  # comm: store, the folder
     wait_for(world, "out")
     return Path(world.store.get("out").decode())  # comm: store, the folder
+
+
+def speeds(world: World, config: Config) -> tuple[float | None, float | None]:
+    """(GB/s, TFLOP/s) for the plan: as given, or measured between the ranks there are; None for what one rank cannot tell."""
+    bandwidth, rate = config.bandwidth, config.tflops
+    if bandwidth is None and world.world_size > 1:
+        join(world, config.timeout)
+        message = torch.ones(2**26 if world.device.type == "cuda" else 2**20, device=world.device)
+        for repeat in range(6):  # the first one opens the connections
+            if repeat == 1:
+                began = time.perf_counter()
+            dist.all_reduce(message)  # comm: all-reduce, 256 MiB (CPU: 4 MiB), six times, only with --dry-run
+            message.fill_(message[0].item() and 1)  # waits for it
+        sent = 5 * 2 * (world.world_size - 1) / world.world_size * message.nbytes
+        bandwidth = sent / (time.perf_counter() - began) / 1e9
+    if rate is None and (config.bandwidth is None or world.device.type == "cuda"):
+        rate = 0.5 * product_rate(world.device, models.DTYPES[config.precision]) / 1e12
+    return bandwidth, rate
 
 
 def first_line(error: BaseException) -> str:
@@ -468,13 +486,14 @@ def main(world: World) -> None:
     # Everything that can be wrong is found before a group is made.
     given = parse("ddp", sys.argv[1:], world.rank)
     check_devices(world)
-    batch = batch_of(given, replicas=world.world_size)
+    batch = batch_of(given, replicas=given.world_size or world.world_size)
     spec = models.spec_of(given)
     job = prepare(given, spec, batch, world.device.type == "cuda", world.local_world_size)
     config = job.config
     if config.dry_run:
+        bandwidth, rate = speeds(world, config)
         if world.rank == 0:
-            print(describe(config, batch, spec, len(job.source)))
+            print(describe("ddp", job, config.world_size or world.world_size, bandwidth, rate))
         return
     folder, state, notes = find_checkpoint(world, job, "ddp")
     frozen = models.build_frozen(spec, config.seed)

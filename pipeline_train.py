@@ -49,16 +49,16 @@ from torch import nn
 
 from common import checkpoint, data, models, plots, sample
 from common.config import Config, batch_of, learning_rate, parse
-from common.encode import Encoded, put_together
 from common.errors import Elsewhere, UsageError
 from common.folding import Folding, Templates, plan_fold, stages_of
 from common.job import Job, prepare
 from common.ledger import SAMPLES, Ledger, Tally
-from common.meters import Progress, Rows, read_rows
+from common.meters import Progress, Rows, moment, read_rows, seconds
 from common.optim import EMA, LossScale, apply_step, build_optimizer, clip_factor, optimizer_tensors
-from common.schedule import ENCODED_IN_TRANSIT, Message, Op, Schedule, Span, programs, simulate
-from common.stage import Stage, place_frozen
-from common.units import Carry, unet_carry
+from common.plan import product_rate
+from common.schedule import ENCODED_IN_TRANSIT, Message, Op, Schedule, Span, simulate
+from common.stage import Feed, Flight, Stage, place_frozen
+from common.units import unet_carry
 
 # ── init ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Everything down to the strategy is the same text in the three scripts; a test compares them.
@@ -204,6 +204,24 @@ def open_out(world: World, config: Config, script: str) -> Path:
         world.store.set("out", str(checkpoint.choose_out(config.out, script, config.resume)))  # comm: store, the folder
     wait_for(world, "out")
     return Path(world.store.get("out").decode())  # comm: store, the folder
+
+
+def speeds(world: World, config: Config) -> tuple[float | None, float | None]:
+    """(GB/s, TFLOP/s) for the plan: as given, or measured between the ranks there are; None for what one rank cannot tell."""
+    bandwidth, rate = config.bandwidth, config.tflops
+    if bandwidth is None and world.world_size > 1:
+        join(world, config.timeout)
+        message = torch.ones(2**26 if world.device.type == "cuda" else 2**20, device=world.device)
+        for repeat in range(6):  # the first one opens the connections
+            if repeat == 1:
+                began = time.perf_counter()
+            dist.all_reduce(message)  # comm: all-reduce, 256 MiB (CPU: 4 MiB), six times, only with --dry-run
+            message.fill_(message[0].item() and 1)  # waits for it
+        sent = 5 * 2 * (world.world_size - 1) / world.world_size * message.nbytes
+        bandwidth = sent / (time.perf_counter() - began) / 1e9
+    if rate is None and (config.bandwidth is None or world.device.type == "cuda"):
+        rate = 0.5 * product_rate(world.device, models.DTYPES[config.precision]) / 1e12
+    return bandwidth, rate
 
 
 def first_line(error: BaseException) -> str:
@@ -396,33 +414,6 @@ class Wire:
 
 
 @dataclass
-class Feed:
-    """The samples of a step: read by stage 0, and what of them the encoders need, everywhere."""
-
-    batches: list[dict]  # stage 0 only
-    pixels: torch.Tensor  # [micro-batches, B, 3, H, W] uint8
-    tokens: torch.Tensor  # [micro-batches, B, encoders, 77]
-    encoded: list[Encoded] = field(default_factory=list)  # stage 0 only, filled by E
-
-    @property
-    def pictures(self) -> tuple[int, int, int]:
-        _, size, _, height, width = self.pixels.shape
-        return size, height, width
-
-
-@dataclass
-class Flight:
-    """What the operations of one schedule work on."""
-
-    latents: tuple[int, int, int]  # micro-batch, height, width
-    feed: Feed | None = None  # what goes through the UNet
-    next_feed: Feed | None = None  # what goes through the encoders
-    carry: Carry | None = None  # instead of a feed, when drawing
-    tally: Tally | None = None  # of a training step; without one nothing is kept for a backward
-    each: list[torch.Tensor] = field(default_factory=list)  # losses per sample, without a tally
-
-
-@dataclass
 class Run:
     """All that a step needs and changes."""
 
@@ -440,10 +431,9 @@ class Run:
     replica: int  # which share of the global batch is mine
     frozen: models.Frozen
     feed: Feed | None = None  # the next step's, encoded in the holes of the last
-    spans: list[tuple] = field(
-        default_factory=list
-    )  # of the last step that was like most: it encoded the next one's pictures
-    sent_bytes: int = 0  # to neighbours, in that step
+    # Of the last step that was like most, in that it encoded the next one's pictures:
+    spans: list[tuple] = field(default_factory=list)
+    sent_bytes: int = 0  # to neighbours
 
     @property
     def outermost(self) -> bool:
@@ -480,12 +470,10 @@ def play(run: Run, schedule: Schedule, flight: Flight) -> list[tuple]:
     Returns (operation, start, end) of all that was computed, as moments that are read later.
     """
     stage, wire, results = run.stage, run.wire, {}
-    program = programs(schedule)[stage.stage]
-    last_of = {
-        op.chunk: op for action, op in program if action == "run" and op.kind == ("W" if schedule.split else "B")
-    }
-    wire.sent_bytes = 0
-    reductions, spans = [], [(None, now(run.world), None)]
+    program, last = run.folding.programs_of(schedule)[stage.stage], "W" if schedule.split else "B"
+    final = {op.chunk: op for action, op in program if action == "run" and op.kind == last}  # of each chunk
+    group, wire.sent_bytes = run.groups.replicate, 0
+    reductions, spans = [], [(None, moment(run.world.device), None)]
     for action, what in program:
         if action == "recv":
             pictures = flight.next_feed.pictures if what.op.kind == "E" else None
@@ -494,87 +482,16 @@ def play(run: Run, schedule: Schedule, flight: Flight) -> list[tuple]:
         elif action == "send":
             wire.send(what, results.pop(what.op))  # comm: send, as the schedule says
         else:
-            received, start = wire.take(what), now(run.world)
-            results[what] = perform(run, what, received, flight)
-            spans.append((what, start, now(run.world)))
-            if last_of.get(what.chunk) == what and run.groups.replicate is not None:
-                flat = stage.gradients[what.chunk]  # final: averaged while the rest of the schedule runs
-                work = dist.all_reduce(
-                    flat, group=run.groups.replicate, async_op=True
-                )  # comm: all-reduce, 4 B/parameter
-                reductions.append(work)
+            received, start = wire.take(what), moment(run.world.device)
+            results[what] = stage.perform(what, received, flight)
+            spans.append((what, start, moment(run.world.device)))
+            if group is not None and final.get(what.chunk) == what:  # averaged while the rest of the schedule runs
+                flat = stage.gradients[what.chunk]
+                reductions.append(dist.all_reduce(flat, group=group, async_op=True))  # comm: all-reduce, 4 B/parameter
     for work in reductions:
         work.wait()
     wire.close()
     return spans
-
-
-def now(world: World) -> float | torch.cuda.Event:
-    """A moment: of the host on a CPU, of the stream on a GPU."""
-    if world.device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def perform(run: Run, op: Op, received: dict[str, torch.Tensor] | None, flight: Flight) -> dict[str, torch.Tensor]:
-    """One operation; returns what it sends on. Stage 0 holds both ends: latents and noise go in, the loss comes out."""
-    stage, m = run.stage, op.micro
-    if op.kind == "E":
-        feed = flight.next_feed
-        made = stage.encode(received, feed.pixels[m], feed.tokens[m])
-        if run.outermost:
-            feed.encoded.append(finish_encoding(run, made, feed.batches[m]))
-            return {}
-        return made
-    if op.kind == "W":
-        stage.weight_gradients(op)
-        return {}
-    ends_here = run.outermost and op.chunk == "up"
-    if op.kind == "F":
-        if run.outermost and op.chunk == "down":
-            received = flight.carry or noisy_carry(run, flight.feed, m)
-        made = stage.forward(op, flight.latents, received, keep=flight.tally is not None)
-        if ends_here and flight.feed is not None and flight.tally is None:
-            flight.each.append(
-                per_sample_loss(run, flight.feed, m, stage.outputs.pop(("up", m)).sample, weighted=False)
-            )
-        return made
-    if ends_here:
-        received = {"sample": loss_gradient(run, flight, m)}
-    return stage.backward(op, received)  # comm: none, gradients leave with the schedule's next sends
-
-
-def finish_encoding(run: Run, made: dict[str, torch.Tensor], batch: dict) -> Encoded:
-    """What all stages' encoders made together -> latents and condition, on stage 0."""
-    on_device = [batch[k].to(run.world.device, non_blocking=True) for k in ("posterior_noise", "time_ids")]
-    hidden = [made[f"text.{i}"] for i in range(len(run.frozen.text_encoders))]
-    text = [torch.cat(hidden, dim=-1).float(), *([made["pooled"].float()] if "pooled" in made else [])]
-    return put_together(made["sample"].float(), on_device[0], text, on_device[1], run.frozen.vae.config)
-
-
-def noisy_carry(run: Run, feed: Feed, m: int) -> Carry:
-    """What conv_in is given; noisy, and so the sinusoids of t, stay float32."""
-    t, noise = (feed.batches[m][k].to(run.world.device, non_blocking=True) for k in ("t", "noise"))
-    return unet_carry(run.job.schedule.add_noise(feed.encoded[m].latents, noise, t), t, **feed.encoded[m].condition)
-
-
-def per_sample_loss(run: Run, feed: Feed, m: int, prediction: torch.Tensor, weighted: bool = True) -> torch.Tensor:
-    """[B] float32; 0 for slots without a sample."""
-    batch, schedule = feed.batches[m], run.job.schedule
-    t, noise, weight = (batch[k].to(run.world.device, non_blocking=True) for k in ("t", "noise", "weight"))
-    each = schedule.loss(prediction, schedule.target(feed.encoded[m].latents, noise, t), t, weighted)
-    return torch.where(weight > 0, each, torch.zeros_like(each))
-
-
-def loss_gradient(run: Run, flight: Flight, m: int) -> torch.Tensor:
-    """Where backward begins: the gradient of the step's loss with respect to what the UNet said."""
-    prediction = run.stage.prediction(m).detach().requires_grad_()
-    each = per_sample_loss(run, flight.feed, m, prediction)
-    flight.tally.add(flight.feed.batches[m], flight.feed.encoded[m].finite, each.detach())
-    scaled = each.sum() / run.job.batch.global_batch * run.loss_scale.scale
-    return torch.autograd.grad(scaled, prediction)[0]
 
 
 # ── train_step ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -640,10 +557,10 @@ def held_out_loss(run: Run, samples: data.Samples) -> float:
     batch = run.job.batch
     cards = data.dealt(samples, run.replica, batch.replicas, batch.micro_batch)
     feed = encode_now(run, (data.collate([samples[card] for card in hand]) for hand in cards), len(cards))
-    flight = Flight(run.latents, feed)
+    flight = Flight(run.latents, feed, held_out=[])
     play(run, run.folding.schedule_for("forward", len(cards)), flight)
     total, count = (torch.zeros((), dtype=torch.float64, device=run.world.device) for _ in range(2))
-    for each, held in zip(flight.each, feed.batches, strict=True):
+    for each, held in zip(flight.held_out, feed.batches, strict=True):
         total += each.sum()
         count += float(held["weight"].sum())
     run.unet.train()
@@ -702,20 +619,12 @@ def draw_schedule(run: Run, out: Path) -> None:
     if not run.spans:
         return
     (schedule, *_), (_, began, _), *spans = run.spans
-    mine = [(op, passed(began, start), passed(began, end)) for op, start, end in spans]
+    mine = [(op, seconds(began, start), seconds(began, end)) for op, start, end in spans]
     everyone = [None] * run.world.world_size if run.world.rank == 0 else None
     dist.gather_object(mine, everyone)  # comm: gather of when each operation ran, to rank 0, once
     if everyone is not None:
         real = [Span(r, *one) for r, part in enumerate(everyone[: run.folding.stages]) for one in part]
         plots.schedule(simulate(schedule).spans, real, out / "schedule.png")
-
-
-def passed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    """Seconds between two moments."""
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
 
 
 # ── save / load ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -784,14 +693,16 @@ def main(world: World) -> None:
     given = parse("pipeline", sys.argv[1:], world.rank)
     check_devices(world)
     spec = models.spec_of(given)
-    stages = stages_of(given, spec, world.world_size)
-    batch = batch_of(given, replicas=world.world_size // stages, default=(2, 4))
+    ranks = given.world_size or world.world_size
+    stages = stages_of(given, spec, ranks)
+    batch = batch_of(given, replicas=ranks // stages, default=(2, 4))
     job = prepare(given, spec, batch, world.device.type == "cuda", world.local_world_size)
     config = job.config
-    folding = plan_fold(spec, config, batch, stages, world.device, memory_of(world))
+    folding = plan_fold(spec, config, batch, stages, world.device)
     if config.dry_run:
+        bandwidth, rate = speeds(world, config)
         if world.rank == 0:
-            print(folding.describe(spec, job.count))
+            print(folding.describe(spec, job.count, bandwidth, rate))
         return
     folder, state, notes = find_checkpoint(world, job, "pipeline")
     frozen = models.build_frozen(spec, config.seed)
@@ -820,22 +731,16 @@ def build_run(world: World, job: Job, folding: Folding, groups: Groups, unet: nn
     if stage:  # stage 0 reads, and says what was read
         job = dataclasses.replace(job, config=dataclasses.replace(config, workers=0, log_samples=False))
     place_frozen(frozen, folding, stage, world.device, models.DTYPES[config.precision])
-    mine = Stage(stage, folding, unet, frozen, Templates(job.spec, config.precision, world.device), world.device)
+    loss_scale = LossScale(config.precision == "fp16", world.device)
+    templates = Templates(job.spec, config.precision, world.device)
+    mine = Stage(stage, folding, unet, frozen, templates, job.schedule, loss_scale, world.device)
     named = mine.parameters()
     ema = EMA(named, config.ema) if config.ema else None
     return Run(
-        job, world, unet, folding, mine, groups, Wire(groups, world, stage), build_optimizer(named, config),
-        LossScale(config.precision == "fp16", world.device), ema,
+        job, world, unet, folding, mine, groups, Wire(groups, world, stage), build_optimizer(named, config), loss_scale, ema,
         Ledger(job, world.rank, ema, share=lambda mine: everyone_says(world, mine)),
         replica, frozen,
     )  # fmt: skip
-
-
-def memory_of(world: World) -> float:
-    """Bytes that a rank may plan with: a GPU's memory less what torch, NCCL and the kernels take; a CPU has no limit."""
-    if world.device.type == "cpu":
-        return float("inf")
-    return 0.85 * torch.cuda.get_device_properties(world.device).total_memory
 
 
 def carry_out(run: Run, frozen: models.Frozen, out: Path, notes: list[str]) -> None:

@@ -28,6 +28,7 @@ from common import data, models  # noqa: E402
 from common.config import batch_of, parse  # noqa: E402
 from common.folding import plan_fold  # noqa: E402
 from common.job import prepare  # noqa: E402
+from common.meters import seconds  # noqa: E402
 
 VARIANTS = {
     "pipeline 1f1b ahead": ("--schedule", "1f1b", "--encode", "ahead"),
@@ -58,7 +59,7 @@ class Variant:
             before = time.perf_counter()
             pipeline_train.train_step(self.run, self.batches)
             self.seconds.append(time.perf_counter() - before)
-            worked = sum(end - start for _, start, end in self.run.spans[2:])
+            worked = sum(seconds(start, end) for _, start, end in self.run.spans[2:])
             self.busy.append(worked / self.seconds[-1])
 
 

@@ -149,6 +149,15 @@ class Config:
     log_every: int = _flag(50, "steps between lines when the output is not a terminal", metavar="N")
     log_samples: bool = _flag(False, "write samples.rank*.jsonl: who trained on what, with digests")
     dry_run: bool = _flag(False, "print the plan and exit")
+    world_size: int | None = _flag(None, "with --dry-run: plan for N ranks (default: those that run)", metavar="N")
+    bandwidth: float | None = _flag(
+        None,
+        "with --dry-run: GB/s that a rank sends in a collective (default: measured between the ranks)",
+        metavar="X",
+    )
+    tflops: float | None = _flag(
+        None, "with --dry-run: TFLOP/s that training reaches (default: half of a measured product)", metavar="X"
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -215,6 +224,12 @@ def check(config: Config, argv: list[str] = ()) -> None:
             refuse("--" + f.name.replace("_", "-"), f"must be a finite number, for example {example}")
     for flag in ("--micro-batch", "--accum", "--global-batch", "--steps", "--keep", "--log-every", "--shard-size"):
         at_least(flag, 1)
+    for flag in ("--world-size", "--bandwidth", "--tflops"):
+        value = getattr(config, flag.strip("-").replace("-", "_"))
+        if value is not None and not config.dry_run:
+            refuse(flag, "is for a plan: add --dry-run (torchrun's --nproc_per_node says how many ranks run)")
+        if value is not None and value <= 0:
+            refuse(flag, "must be above 0, for example 8")
     for flag in ("--warmup", "--workers", "--save-every", "--val-every", "--sample-every", "--seed"):
         at_least(flag, 0)
     for flag in ("--lr", "--weight-decay", "--clip", "--noise-offset"):
@@ -350,7 +365,7 @@ def learning_rate(done: int, config: Config, replicas: int) -> float:
 NEUTRAL = frozenset(
     "micro_batch accum workers timeout out save_every keep resume no_export val_every sample_every prompts log_every "
     "log_samples dry_run activations compile attention deterministic time_limit shard_size no_reshard offload "
-    "stages schedule encode".split()
+    "world_size bandwidth tflops stages schedule encode".split()
 )
 # Flags under which the weights of a checkpoint mean something else.
 BOUND = ("preset", "prediction", "zero_snr", "optimizer")

@@ -16,7 +16,7 @@ from common.config import Batch, Config
 from common.cut import GIB, Fold, Memory, UnitCost
 from common.errors import UsageError
 from common.models import ModelSpec
-from common.schedule import Op, Schedule, build, check, messages, simulate
+from common.schedule import Op, Schedule, Step, build, check, messages, programs, simulate
 from common.units import (
     Carry,
     Unit,
@@ -150,6 +150,12 @@ class Folding:
             self._made[key] = min(made, key=lambda s: simulate(s).makespan)
         return self._made[key]
 
+    def programs_of(self, made: Schedule) -> list[list[Step]]:
+        """What each stage posts and computes, in order."""
+        if id(made) not in self._made:  # a schedule of this folding, so it lives as long
+            self._made[id(made)] = programs(made)
+        return self._made[id(made)]
+
     def step(self, encode: bool = True) -> Schedule:
         """The schedule of a training step, with the next step's pictures in its holes if they are to be encoded there."""
         encode = "next" if encode and self.config.encode == "online" else None
@@ -180,15 +186,19 @@ class Folding:
             sent[src] += sum(math.prod(shape) * kind.itemsize for shape, kind in expected.values())
         return sent
 
-    def describe(self, spec: ModelSpec, samples: int) -> str:
-        """What --dry-run prints."""
+    def describe(self, spec: ModelSpec, samples: int, bandwidth: float | None = None, rate: float | None = None) -> str:
+        """What --dry-run prints. bandwidth in GB/s and rate in TFLOP/s, None for unknown: then messages cost nothing."""
         config, made = self.config, self.step()
         check(made)
         rows = cut.plan(self.costs, self.cut, self.memory, self.vae, self.text)
         sent = self.sent_bytes(Templates(spec, config.precision, torch.device("cpu")), made)
         parameters, replicas = sum(row.parameters for row in rows), self.batch.replicas
         reduced = [2 * (replicas - 1) * 4 * row.parameters // replicas for row in rows]
-        busy = simulate(made).busy
+        hop, free = 0.0, "if messages cost nothing; give --bandwidth GB/S and --tflops T to see what they cost"
+        if bandwidth and rate:  # how many FLOP could be done while the average message of a sample is on its way
+            message = sum(sent) / max(1, len(messages(made))) / self.batch.micro_batch
+            hop, free = message / (1e9 * bandwidth) * 1e12 * rate, f"at {bandwidth:.3g} GB/s and {rate:.3g} TFLOP/s"
+        busy = simulate(made, dataclasses.replace(made.costs, hop=hop)).busy
         lines = [
             f"model      {spec.name}, UNet of {parameters:,} parameters, predicts {config.prediction}; "
             f"{sum(c.total for c in self.costs) / 1e12:.3f} TFLOP per image, forward and backward, and "
@@ -198,7 +208,7 @@ class Folding:
             f"stages     {self.stages}, {replicas} replicas; rank = replica x {self.stages} + stage",
             f"batch      {self.batch}",
             f"schedule   {config.schedule}, encode {config.encode}: {sum(busy) / len(busy):.1%} busy "
-            f"({', '.join(f'{b:.1%}' for b in busy)}), if messages cost nothing",
+            f"({', '.join(f'{b:.1%}' for b in busy)}), {free}",
             cut.table(rows),
         ]
         for stage, (wired, averaged) in enumerate(zip(sent, reduced, strict=True)):
@@ -209,10 +219,13 @@ class Folding:
         return "\n".join(lines)
 
 
-def plan_fold(
-    spec: ModelSpec, config: Config, batch: Batch, stages: int, device: torch.device, limit: float = float("inf")
-) -> Folding:
-    """The best fold for these flags; raises UsageError if nothing fits `limit` bytes a rank."""
+def usable_memory(device: torch.device) -> float:
+    """Bytes that a rank may plan with: a GPU's less what torch, NCCL and the kernels take; a CPU has no limit."""
+    return 0.85 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+
+
+def plan_fold(spec: ModelSpec, config: Config, batch: Batch, stages: int, device: torch.device) -> Folding:
+    """The best fold for these flags; raises UsageError if nothing fits the device's memory."""
     recompute = config.activations == "checkpoint"
     dtype = models.DTYPES[config.precision]
     costs, vae_costs = count_units(spec, config)
@@ -225,7 +238,7 @@ def plan_fold(
             per_parameter, batch.micro_batch, batch.accum, room, GIB / 2 * (device.type == "cuda"), recompute
         )
         try:
-            found = cut.fold(costs, stages, memory, limit)
+            found = cut.fold(costs, stages, memory, usable_memory(device))
             break
         except UsageError:
             if room == rooms[-1]:

@@ -1,11 +1,13 @@
 """What --dry-run prints: the batch product, what a step sends and how often, from how many images on that hides behind
 the computation, and the memory of a rank. Nothing here needs a GPU, or the ranks that it plans for."""
 
-import gc
+import time
 import weakref
 from dataclasses import dataclass
 
 import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from common import models, shards
 from common.config import Batch, Config
+from common.job import Job
 from common.models import ModelSpec
 
 GIB = 2**30
@@ -85,16 +88,11 @@ class Work:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that were made under it and are still alive, and the most there ever were.
-
-    `sweep`: recomputation leaves tensors in reference cycles, which a GPU's allocator sees freed earlier than the fake
-    pass does; collect them before believing in a new maximum.
-    """
+    """Bytes of the tensors that were made under it and are still alive, and the most there ever were."""
 
     def __init__(self):
         super().__init__()
         self.now = self.peak = 0
-        self.sweep = False
         self._known = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -104,8 +102,6 @@ class LiveBytes(TorchDispatchMode):
             if id(storage) not in given and storage not in self._known:
                 self._known[storage] = weakref.finalize(storage, self._drop, storage.nbytes())
                 self.now += storage.nbytes()
-        if self.sweep and self.now > 1.02 * self.peak:
-            gc.collect()
         self.peak = max(self.peak, self.now)
         return result
 
@@ -117,20 +113,16 @@ def _storages(values) -> list[torch.UntypedStorage]:
     return [v.untyped_storage() for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
 
 
-def fake_step(
-    spec: ModelSpec, side: int, micro_batch: int, precision: str, recompute: bool, half_weights: bool
-) -> Work:
-    """A forward and backward pass over fake tensors: shapes and types are the real ones, nothing is computed or stored.
+def measure_work(spec: ModelSpec, side: int, micro_batch: int, precision: str, recompute: bool, half: bool) -> Work:
+    """A pass over fake tensors: shapes and types are the real ones, nothing is computed or stored.
 
-    half_weights: the weights come in `precision`, as FSDP gathers them, so that autocast makes no copies of its own.
+    half: the weights come in `precision`, as FSDP gathers them, so that autocast makes no copies of its own.
     """
     unet = models.empty_unet(spec).train()
-    if half_weights:
+    if half:
         nn.Module.to(unet, models.DTYPES[precision])
     with FakeTensorMode(allow_non_fake_inputs=True):
         unet = unet.to_empty(device="cpu")
-        if recompute:
-            unet.enable_gradient_checkpointing()
         for p in unet.parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # counted elsewhere
         latent = side // spec.vae_factor
@@ -140,12 +132,31 @@ def fake_step(
             sizes = 6 * spec.unet["addition_time_embed_dim"]
             pooled = torch.empty(micro_batch, spec.unet["projection_class_embeddings_input_dim"] - sizes)
             condition["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(micro_batch, 6)}
-        with LiveBytes() as live, FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+
+        def forward() -> torch.Tensor:
             with models.autocast(precision, torch.device("cpu")):
-                out = unet(noisy, torch.zeros(micro_batch, dtype=torch.long), **condition).sample
-            live.sweep = recompute
-            out.float().square().mean().backward()
-    return Work(counter.get_total_flops() / micro_batch, live.peak)
+                return unet(noisy, torch.zeros(micro_batch, dtype=torch.long), **condition).sample
+
+        with LiveBytes() as live, FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+            block = _largest_block(unet, live)
+            forward().float().square().mean().backward()
+        activations = live.peak
+        if recompute:  # the inputs of all blocks, and the inside of one
+            unet.enable_gradient_checkpointing()
+            with LiveBytes() as live:
+                out = forward()  # noqa: F841 - holds the graph, which holds the inputs
+                activations = live.now + block[0]
+    return Work(counter.get_total_flops() / micro_batch, activations)
+
+
+def _largest_block(unet: nn.Module, live: LiveBytes) -> list[int]:
+    """Filled by a forward pass: [bytes that the most expensive resnet or transformer block keeps for its backward pass]."""
+    largest, before = [0], []
+    for module in unet.modules():
+        if isinstance(module, ResnetBlock2D | BasicTransformerBlock):
+            module.register_forward_pre_hook(lambda *_: before.append(live.now))
+            module.register_forward_hook(lambda *_: largest.append(max(largest.pop(), live.now - before.pop())))
+    return largest
 
 
 _CPU_ATTENTION = {  # which torch's counter does not know
@@ -154,15 +165,6 @@ _CPU_ATTENTION = {  # which torch's counter does not know
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
     ),
 }
-
-
-def measure_work(spec: ModelSpec, config: Config, batch: Batch, half_weights: bool) -> Work:
-    recompute = config.activations == "checkpoint"
-    work = fake_step(spec, config.resolution, batch.micro_batch, config.precision, recompute, half_weights)
-    if recompute:
-        plain = fake_step(spec, config.resolution, 1, config.precision, False, half_weights)
-        work = Work(plain.flops, work.activations)
-    return work
 
 
 def kept_bytes(parameters: int, config: Config) -> dict[str, int]:
@@ -176,11 +178,15 @@ def kept_bytes(parameters: int, config: Config) -> dict[str, int]:
     return {what: size * parameters for what, size in kept.items() if size}
 
 
-def memory_of(script: str, groups: list[shards.Group], config: Config, batch: Batch, ranks: int, work: Work) -> dict:
-    """Bytes of a rank at the worst moment of a step, by what they are for; the frozen VAE and text encoders come on top."""
+def memory_of(script: str, spec: ModelSpec, config: Config, batch: Batch, ranks: int, work: Work) -> dict[str, int]:
+    """Bytes of a rank at the worst moment of a step, by what they are for."""
+    groups = shards.groups_of_spec(spec)
     parameters = sum(g.parameters for g in groups)
+    vae, text = models.frozen_parameters(spec)
+    half = models.DTYPES[config.precision].itemsize
+    frozen = {"frozen": text * half + vae * (4 if config.precision == "fp16" else half)}
     if script == "ddp":
-        return kept_bytes(parameters, config) | {"activations": work.activations}
+        return kept_bytes(parameters, config) | frozen | {"activations": work.activations}
     size, item = config.shard_size or ranks, models.DTYPES[config.precision].itemsize
     kept = kept_bytes(sum(g.padded(size) for g in groups) // size, config)
     if config.offload:
@@ -190,35 +196,52 @@ def memory_of(script: str, groups: list[shards.Group], config: Config, batch: Ba
     extra = {"gathered": item * sum(g.padded(size) for g in gathered), "activations": work.activations}
     if batch.accum > 1:
         extra["whole gradients"] = 4 * parameters
-    return kept | extra
+    return kept | frozen | extra
 
 
 # ── The text ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def describe(
-    script: str, config: Config, batch: Batch, spec: ModelSpec, samples: int, ranks: int, bandwidth: float | None,
-    rate: float | None,
-) -> str:  # fmt: skip
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP per second of a large matrix product here."""
+    side, repeats = (8192, 20) if device.type == "cuda" else (512, 5)
+    a = torch.randn(side, side, device=device, dtype=dtype)
+    for repeat in range(repeats + 1):  # the first one chooses kernels
+        if repeat == 1:
+            began = time.perf_counter()
+        b = a @ a
+        if repeat in (0, repeats):
+            b[0, 0].item()  # waits for it
+    return repeats * 2 * side**3 / (time.perf_counter() - began)
+
+
+def describe(script: str, job: Job, ranks: int, bandwidth: float | None, rate: float | None) -> str:
     """The plan. bandwidth in GB/s and rate in TFLOP/s, None for unknown."""
+    config, batch, spec, samples = job.config, job.batch, job.spec, job.count
     groups = shards.groups_of_spec(spec)
     parameters = sum(g.parameters for g in groups)
-    work = measure_work(spec, config, batch, half_weights=script == "fsdp")
+    work = measure_work(
+        spec,
+        config.resolution,
+        batch.micro_batch,
+        config.precision,
+        config.activations == "checkpoint",
+        script == "fsdp",
+    )
     plan = (
         ddp_collectives(parameters, config, ranks)
         if script == "ddp"
         else fsdp_collectives(groups, config, ranks, batch.accum)
     )
-    memory = memory_of(script, groups, config, batch, ranks, work)
+    memory = memory_of(script, spec, config, batch, ranks, work)
     steps = -(-samples // batch.global_batch)
     lines = [
         f"model      {spec.name}, UNet of {parameters:,} parameters, predicts {config.prediction}; "
-        f"{work.flops / 1e12:.3f} TFLOP per image, forward and backward",
+        f"{work.flops / 1e12:.4g} TFLOP per image, forward and backward",
         f"data       {config.data}: {samples} samples at {config.resolution} x {config.resolution}, {steps} steps per epoch",
         f"replicas   {batch.replicas}",
         f"batch      {batch}",
         f"steps      {config.steps}, {config.optimizer}, lr {config.lr:g} {config.lr_schedule}, warm-up {config.warmup}, {config.precision}",
         f"memory     {sum(memory.values()) / GIB:.2f} GiB per rank: "
         + ", ".join(f"{what} {size / GIB:.2f}" for what, size in memory.items())
-        + "; VAE and text encoders come on top"
         + ("; --compile needs less for activations" if config.compile else ""),
     ]
     for c in plan:

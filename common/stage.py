@@ -4,14 +4,19 @@ No messages here: an operation is given what arrived for it, and returns what is
 the wire between stages; the tests a dictionary.
 """
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, nn
 
 from common import models
 from common.deferred import WeightQueue, defer
-from common.encode import read_text
+from common.encode import Encoded, put_together, read_text
 from common.folding import Folding, Templates, units_of
+from common.ledger import Tally
+from common.loss import NoiseSchedule
 from common.models import Frozen
+from common.optim import LossScale
 from common.schedule import Op
 from common.units import (
     Carry,
@@ -22,12 +27,41 @@ from common.units import (
     gradients,
     gradients_to_send,
     run_units,
+    unet_carry,
     unet_units,
     vae_encoder_units,
     wire,
 )
 
 Named = dict[str, Tensor]
+
+
+@dataclass
+class Feed:
+    """The samples of a step: read by the outermost stage, and what of them the encoders need, everywhere."""
+
+    batches: list[dict]  # outermost stage only
+    pixels: Tensor  # [micro-batches, B, 3, H, W] uint8
+    tokens: Tensor  # [micro-batches, B, encoders, 77]
+    encoded: list[Encoded] = field(default_factory=list)  # outermost stage only, filled by E
+
+    @property
+    def pictures(self) -> tuple[int, int, int]:
+        """Micro-batch, height, width."""
+        _, size, _, height, width = self.pixels.shape
+        return size, height, width
+
+
+@dataclass
+class Flight:
+    """What the operations of one schedule work on."""
+
+    latents: tuple[int, int, int]  # micro-batch, height, width
+    feed: Feed | None = None  # what goes through the UNet
+    next_feed: Feed | None = None  # what goes through the encoders
+    tally: Tally | None = None  # of a training step; without one nothing is kept for a backward
+    held_out: list[Tensor] | None = None  # to be filled with losses per sample, unweighted
+    carry: Carry | None = None  # instead of a feed, when drawing
 
 
 def place_frozen(frozen: Frozen, folding: Folding, stage: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -50,9 +84,11 @@ class Stage:
     """The units of one rank, with what is in flight between their operations."""
 
     def __init__(
-        self, stage: int, folding: Folding, unet: nn.Module, frozen: Frozen, templates: Templates, device: torch.device
-    ):
+        self, stage: int, folding: Folding, unet: nn.Module, frozen: Frozen, templates: Templates,
+        schedule: NoiseSchedule, loss_scale: LossScale, device: torch.device,
+    ):  # fmt: skip
         self.stage, self.last, self.folding, self.templates = stage, folding.stages - 1, folding, templates
+        self.schedule, self.loss_scale, self.frozen = schedule, loss_scale, frozen
         self.precision, self.device = folding.config.precision, device
         self.recompute = folding.config.activations == "checkpoint"
         self.units = units_of(unet_units(unet), folding, stage)
@@ -96,6 +132,59 @@ class Stage:
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def perform(self, op: Op, received: Named | None, flight: Flight) -> Named:
+        """One operation of the schedule; returns what it sends on.
+
+        The outermost stage holds both ends of the UNet: latents and noise go in, the loss comes out.
+        """
+        outermost, m = self.stage == 0, op.micro
+        if op.kind == "E":
+            made = self.encode(received, flight.next_feed.pixels[m], flight.next_feed.tokens[m])
+            if outermost:
+                flight.next_feed.encoded.append(self._finish_encoding(made, flight.next_feed.batches[m]))
+            return {} if outermost else made
+        if op.kind == "W":
+            self.weight_gradients(op)
+            return {}
+        if op.kind == "B":
+            return self.backward(op, self._loss_gradient(flight, m) if outermost and op.chunk == "up" else received)
+        if outermost and op.chunk == "down":
+            received = flight.carry or self._noisy(flight.feed, m)
+        made = self.forward(op, flight.latents, received, keep=flight.tally is not None)
+        if outermost and op.chunk == "up" and flight.held_out is not None:
+            flight.held_out.append(self._loss(flight.feed, m, self.outputs.pop(("up", m)).sample, weighted=False))
+        return made
+
+    def _finish_encoding(self, made: Named, batch: dict) -> Encoded:
+        """What the encoders of all stages made together -> latents and condition."""
+        posterior_noise, time_ids = self._on_device(batch, "posterior_noise", "time_ids")
+        hidden = [made[f"text.{i}"] for i in range(len(self.frozen.text_encoders))]
+        text = [torch.cat(hidden, dim=-1).float(), *([made["pooled"].float()] if "pooled" in made else [])]
+        return put_together(made["sample"].float(), posterior_noise, text, time_ids, self.frozen.vae.config)
+
+    def _noisy(self, feed: Feed, m: int) -> Carry:
+        """What conv_in is given; noisy, and so the sinusoids of t, stay float32."""
+        t, noise = self._on_device(feed.batches[m], "t", "noise")
+        return unet_carry(self.schedule.add_noise(feed.encoded[m].latents, noise, t), t, **feed.encoded[m].condition)
+
+    def _loss(self, feed: Feed, m: int, prediction: Tensor, weighted: bool = True) -> Tensor:
+        """[B] float32; 0 for slots without a sample."""
+        t, noise, weight = self._on_device(feed.batches[m], "t", "noise", "weight")
+        target = self.schedule.target(feed.encoded[m].latents, noise, t)
+        each = self.schedule.loss(prediction, target, t, weighted)
+        return torch.where(weight > 0, each, torch.zeros_like(each))
+
+    def _loss_gradient(self, flight: Flight, m: int) -> Named:
+        """Where backward begins: the gradient of the step's loss with respect to what the UNet said."""
+        prediction = self.outputs["up", m].sample.detach().requires_grad_()
+        each = self._loss(flight.feed, m, prediction)
+        flight.tally.add(flight.feed.batches[m], flight.feed.encoded[m].finite, each.detach())
+        scaled = each.sum() / self.folding.batch.global_batch * self.loss_scale.scale
+        return {"sample": torch.autograd.grad(scaled, prediction)[0]}
+
+    def _on_device(self, batch: dict, *names: str) -> list[Tensor]:
+        return [batch[name].to(self.device, non_blocking=True) for name in names]
+
     def forward(
         self, op: Op, latents: tuple[int, int, int], received: Named | Carry | None, keep: bool = True
     ) -> Named:
@@ -124,10 +213,6 @@ class Stage:
             self.turned["F", m] = sent
             return {}
         return sent
-
-    def prediction(self, micro: int) -> Tensor:
-        """What the UNet says, on the outermost stage, between F up and B up."""
-        return self.outputs["up", micro].sample
 
     def backward(self, op: Op, received: Named | None) -> Named:
         """B: gradients of a chunk's inputs; those of skips and emb wait at home for the down chunk."""
