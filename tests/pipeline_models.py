@@ -1,10 +1,13 @@
 """UNet and VAE settings for the pipeline's tests: the true ones (for counting) and scaled down ones (for running)."""
 
+from pathlib import Path
+
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from common.config import Config
-from common.models import UNETS, VAES, spec_of
+from common.models import SCHEDULER, TINY, UNETS, VAES, spec_of
 
 TINY_UNET = spec_of(Config()).unet
 TRUE = UNETS | {"tiny": TINY_UNET}
@@ -36,6 +39,24 @@ def small_unet(name: str, seed: int = 0, **changes: object) -> UNet2DConditionMo
 def small_vae(seed: int = 0, **changes: object) -> AutoencoderKL:
     torch.manual_seed(seed)
     return AutoencoderKL(**(VAE | {"block_out_channels": (8, 8, 16, 16), "norm_num_groups": 4} | changes))
+
+
+def small_sdxl_folder(path: Path) -> Path:
+    """A diffusers folder with SDXL's structure, thin: two text encoders, pooled text, sizes; VAE and tokenizers of `tiny`."""
+    tokenizer = CLIPTokenizer.from_pretrained(TINY / "tokenizer")
+    sizes = dict(vocab_size=len(tokenizer), intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+                 bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+    torch.manual_seed(0)
+    StableDiffusionXLPipeline(
+        vae=AutoencoderKL.from_pretrained(TINY / "vae"),
+        text_encoder=CLIPTextModel(CLIPTextConfig(hidden_size=8, **sizes)),
+        text_encoder_2=CLIPTextModelWithProjection(CLIPTextConfig(hidden_size=16, projection_dim=16, **sizes)),
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=small_unet("sdxl", sample_size=8),
+        scheduler=DDPMScheduler(**SCHEDULER),
+    ).save_pretrained(path)
+    return path
 
 
 def unet_inputs(config: dict, batch: int, height: int, width: int, text_dim: int = 16) -> dict:

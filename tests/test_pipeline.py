@@ -1,6 +1,7 @@
 """The pipeline on real ranks: the curve and the weights of `ddp_train.py`, for every cut, schedule and split."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from common import models
 from common.config import Config, batch_of, parse
-from common.folding import Templates, plan_fold
+from common.errors import UsageError
+from common.folding import Templates, plan_fold, stages_of
 from common.job import prepare
 from tests.launch import rows, train, trained, weights
+from tests.pipeline_models import small_sdxl_folder
 
 PIPELINE = "pipeline_train.py"
 SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
@@ -171,6 +174,29 @@ def test_the_first_rank_of_a_replica_says_what_was_trained_on(piped):
     assert Image.open(piped / "schedule.png").size > (800, 200)
 
 
+def test_sdxl_cut_inside_its_stacks_follows_the_curve_of_the_whole(runs):
+    """Two text encoders on two stages, pooled text and sizes to stage 0, residuals of stacks over the cuts."""
+    model = small_sdxl_folder(runs / "thin-sdxl")
+    flags = (
+        "--model",
+        model,
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "0.05",
+        "--global-batch",
+        "6",
+        "--steps",
+        "2",
+        "--sample-every",
+        "0",
+    )
+    trained(0, *flags, "--micro-batch", "6", "--out", runs / "sdxl-1", cwd=runs)
+    more = ("--micro-batch", "2", "--schedule", "zero-bubble", "--activations", "checkpoint")
+    trained(3, *flags, *more, "--out", runs / "sdxl-3", script=PIPELINE, cwd=runs)
+    assert_same_curve(runs / "sdxl-1", runs / "sdxl-3")
+
+
 def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, pictures):
     flags = (
         "--data",
@@ -209,19 +235,38 @@ def pictures(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "stages, says",
-    [(7, "folded into 1 to 6 stages, of which 4 ranks can fill 1, 2, 4; use 4"), (3, "use 1 or 2 or 4, or 6 ranks")],
+    "ranks, stages, says",
+    [
+        (4, 7, "folded into 1 to 6 stages, of which 4 ranks can fill 1, 2, 4; use 4"),
+        (4, 3, "4 ranks are not a multiple of it; use 1 or 2 or 4, or 6 ranks"),
+        (8, 0, "of which 8 ranks can fill 1, 2, 4; use 4"),
+    ],
 )
-def test_stages_that_cannot_be_are_refused_with_those_that_can(tmp_path, stages, says):
-    ended = train(4, "--stages", stages, script=PIPELINE, cwd=tmp_path)
+def test_stages_that_cannot_be_are_refused_with_those_that_can(ranks, stages, says):
+    with pytest.raises(UsageError, match=f"--stages {stages}: .*{says}"):
+        stages_of(Config(stages=stages), models.spec_of(Config()), ranks)
+
+
+@pytest.mark.parametrize("ranks, stages", [(1, 1), (4, 4), (6, 6), (7, 1), (8, 4), (9, 3), (12, 6)])
+def test_without_flags_the_pipe_is_as_long_as_model_and_ranks_allow(ranks, stages):
+    assert stages_of(Config(), models.spec_of(Config()), ranks) == stages
+
+
+def test_a_refused_run_says_so_once_and_leaves_nothing(tmp_path):
+    ended = train(2, "--stages", 4, script=PIPELINE, cwd=tmp_path)
     assert ended.rc == 1
     (line,) = ended.errors
-    assert f"--stages {stages}" in line and says in line
+    assert "use 1 or 2, or 4 ranks" in line
     assert not list(tmp_path.iterdir())
 
 
-def test_the_plan_says_who_holds_what_and_leaves_nothing(tmp_path):
-    ended = train(0, "--preset", "sdxl", "--schedule", "zero-bubble", "--dry-run", script=PIPELINE, cwd=tmp_path)
-    assert ended.rc == 0, ended.err
-    assert "2,567,463,684" in ended.out and "text_encoder_2" in ended.out and "micro-batch 2 x accum 4" in ended.out
-    assert not list(tmp_path.iterdir())
+def test_the_plan_says_who_holds_what():
+    given = parse("pipeline", ["--preset", "sdxl", "--schedule", "zero-bubble", "--accum", "8", "--precision", "bf16"])
+    spec, batch = models.spec_of(given), batch_of(given, 1, default=(2, 4))
+    folding = plan_fold(spec, prepare(given, spec, batch, False, 4).config, batch, 4, torch.device("cpu"))
+    said = folding.describe(spec, 2048)
+    assert "2,567,463,684" in said and "text_encoder_2" in said and "micro-batch 2 x accum 8" in said
+    busy, slower = (
+        float(re.search(r"([\d.]+)% busy", text)[1]) for text in (said, folding.describe(spec, 2048, 5, 350))
+    )
+    assert busy > 95 and slower < busy - 1  # 5 GB/s is a slow network, and the plan says so
