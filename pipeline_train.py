@@ -58,6 +58,7 @@ from common.optim import EMA, LossScale, apply_step, build_optimizer, clip_facto
 from common.plan import product_rate
 from common.schedule import ENCODED_IN_TRANSIT, Message, Op, Schedule, Span, simulate
 from common.stage import Feed, Flight, Stage, place_frozen
+from common.timing import Times, time_units
 from common.units import unet_carry
 
 # ── init ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -434,6 +435,7 @@ class Run:
     # Of the last step that was like most, in that it encoded the next one's pictures:
     spans: list[tuple] = field(default_factory=list)
     sent_bytes: int = 0  # to neighbours
+    encoding: list[tuple] = field(default_factory=list)  # when encoders ran by themselves
 
     @property
     def outermost(self) -> bool:
@@ -546,7 +548,7 @@ def warm_up(run: Run, samples: data.Samples) -> None:
 def encode_now(run: Run, batches: Iterator[dict], count: int) -> Feed:
     """Read and encode at once: the first step, --encode ahead, held-out pictures."""
     feed = read(run, batches, count)
-    play(run, run.folding.schedule_for("encode", count), Flight(run.latents, next_feed=feed))
+    run.encoding = play(run, run.folding.schedule_for("encode", count), Flight(run.latents, next_feed=feed))
     return feed
 
 
@@ -706,7 +708,7 @@ def main(world: World) -> None:
         return
     folder, state, notes = find_checkpoint(world, job, "pipeline")
     frozen = models.build_frozen(spec, config.seed)
-    unet = models.build_part(spec, config.seed, world.device, set(folding.shapes[world.rank % stages]))
+    unet = models.build_part(spec, config.seed, world.device, folding.shapes[world.rank % stages])
     all_ready(
         world, f"{job.fingerprint}, {stages} stages, step {state['step'] if state else 0}", seconds=config.timeout
     )
@@ -714,11 +716,21 @@ def main(world: World) -> None:
 
     join(world, config.timeout)
     models.use_kernels(config, world.device)
+    if config.costs == "measured":
+        folding = plan_fold(spec, config, batch, stages, world.device, measure(world, job, frozen))
+        unet = models.build_part(spec, config.seed, world.device, folding.shapes[world.rank % stages])
+        notes.append(f"cut by measured times: {folding.balance()}")
     run = build_run(world, job, folding, make_groups(world, stages, config.timeout), unet, frozen)
     if state is not None:
         notes += load(run, folder, state)
     carry_out(run, frozen, out, [*job.notes, *notes])
     draw_schedule(run, out)
+
+
+def measure(world: World, job: Job, frozen: models.Frozen) -> Times:
+    """How long units take here: each rank measures some of them, and all get all times."""
+    mine = time_units(job.spec, job.config, job.batch, frozen, world.device, world.rank, world.world_size)
+    return {unit: time for part in everyone_says(world, mine) for unit, time in part.items()}  # comm: all-gather
 
 
 def build_run(world: World, job: Job, folding: Folding, groups: Groups, unet: nn.Module, frozen: models.Frozen) -> Run:

@@ -39,18 +39,21 @@ VARIANTS = {
 class Variant:
     """A run of its own, ready to be stepped."""
 
-    def __init__(self, world, groups, flags: list[str], stages: int):
+    def __init__(self, world, groups, flags: list[str], stages: int, times: dict):
         given = parse("pipeline", flags)
         spec, batch = models.spec_of(given), batch_of(given, world.world_size // stages, default=(2, 4))
         self.job = prepare(given, spec, batch, world.device.type == "cuda", world.local_world_size)
         config = self.job.config
-        folding = plan_fold(spec, config, batch, stages, world.device)
-        unet = models.build_part(spec, config.seed, world.device, folding.shapes[world.rank % stages])
         frozen = models.build_frozen(spec, config.seed)
+        if not times:  # the same for both variants
+            times |= pipeline_train.measure(world, self.job, frozen)
+        folding = plan_fold(spec, config, batch, stages, world.device, times)
+        unet = models.build_part(spec, config.seed, world.device, folding.shapes[world.rank % stages])
         self.run = pipeline_train.build_run(world, self.job, folding, groups, unet, frozen)
         samples = self.job.samples(frozen.tokenizers)
         order = data.MicroBatches(self.job.count, batch, config.seed, self.run.replica, data.Position(), config.steps)
-        self.batches = iter(data.loader(samples, order, 0, pin=False))
+        # Read beforehand, over and over: what is measured is the schedule, and there is no third core for a reader.
+        self.batches = itertools.cycle(itertools.islice(data.loader(samples, order, 0, pin=False), 4 * batch.accum))
         self.seconds: list[float] = []
         self.busy: list[float] = []
 
@@ -59,8 +62,12 @@ class Variant:
             before = time.perf_counter()
             pipeline_train.train_step(self.run, self.batches)
             self.seconds.append(time.perf_counter() - before)
-            worked = sum(seconds(start, end) for _, start, end in self.run.spans[2:])
-            self.busy.append(worked / self.seconds[-1])
+            self.busy.append(self.worked() / self.seconds[-1])
+
+    def worked(self) -> float:
+        """Seconds in which this rank computed: in the step's schedule, and in the encoders' before it."""
+        ran = self.run.spans[2:] + (self.run.encoding[1:] if self.job.config.encode == "ahead" else [])
+        return sum(seconds(start, end) for _, start, end in ran)
 
 
 def main() -> None:
@@ -74,8 +81,11 @@ def main() -> None:
     stages = world.world_size
     pipeline_train.join(world, 600)
     groups = pipeline_train.make_groups(world, stages, 600)
-    shared = ["--micro-batch", "16", "--accum", "4", "--stages", str(stages), "--precision", "fp32"]
-    variants = {name: Variant(world, groups, [*shared, *flags], stages) for name, flags in VARIANTS.items()}
+    # Times as measured, because on a CPU FLOPs say too little about them.
+    shared = "--micro-batch 16 --accum 4 --resolution 128 --precision fp32 --costs measured --stages".split()
+    shared.append(str(stages))
+    times = {}
+    variants = {name: Variant(world, groups, [*shared, *flags], stages, times) for name, flags in VARIANTS.items()}
     for variant in variants.values():
         variant.steps(2)  # the first encodes its own pictures
         variant.seconds.clear()

@@ -99,6 +99,12 @@ class Config:
         metavar="P",
         scripts=("pipeline",),
     )
+    costs: str = _flag(
+        "counted",
+        "what the cut balances: FLOPs as counted, or times as measured at the start",
+        choices=("counted", "measured"),
+        scripts=("pipeline",),
+    )
     schedule: str = _flag(
         "1f1b",
         "one forward, one backward; or with weight gradients moved into the holes",
@@ -365,7 +371,7 @@ def learning_rate(done: int, config: Config, replicas: int) -> float:
 NEUTRAL = frozenset(
     "micro_batch accum workers timeout out save_every keep resume no_export val_every sample_every prompts log_every "
     "log_samples dry_run activations compile attention deterministic time_limit shard_size no_reshard offload "
-    "world_size bandwidth tflops stages schedule encode".split()
+    "world_size bandwidth tflops stages costs schedule encode".split()
 )
 # Flags under which the weights of a checkpoint mean something else.
 BOUND = ("preset", "prediction", "zero_snr", "optimizer")

@@ -186,6 +186,12 @@ class Folding:
             sent[src] += sum(math.prod(shape) * kind.itemsize for shape, kind in expected.values())
         return sent
 
+    def balance(self) -> str:
+        """Each stage's share of the UNet, in words."""
+        rows = cut.plan(self.costs, self.cut, self.memory)
+        shares = ", ".join(f"{row.cost_share:.1%}" for row in rows)
+        return f"stages of {shares}, slowest over mean {cut.imbalance(rows):.3f}"
+
     def describe(self, spec: ModelSpec, samples: int, bandwidth: float | None = None, rate: float | None = None) -> str:
         """What --dry-run prints. bandwidth in GB/s and rate in TFLOP/s, None for unknown: then messages cost nothing."""
         config, made = self.config, self.step()
@@ -224,12 +230,23 @@ def usable_memory(device: torch.device) -> float:
     return 0.85 * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
 
 
-def plan_fold(spec: ModelSpec, config: Config, batch: Batch, stages: int, device: torch.device) -> Folding:
-    """The best fold for these flags; raises UsageError if nothing fits the device's memory."""
+def plan_fold(
+    spec: ModelSpec, config: Config, batch: Batch, stages: int, device: torch.device, times: dict | None = None
+) -> Folding:
+    """The best fold for these flags; raises UsageError if nothing fits the device's memory.
+
+    `times`: measured ones (`timing.Times`) to balance by, instead of counted FLOPs.
+    """
     recompute = config.activations == "checkpoint"
     dtype = models.DTYPES[config.precision]
     costs, vae_costs = count_units(spec, config)
-    vae, texts = models.frozen_on_meta(spec)
+    _, texts = models.frozen_on_meta(spec)
+    # A multiplication and an addition per weight and token.
+    text_costs = {name: 2.0 * TOKENS * weights(text) for name, text in texts.items()}
+    if times is not None:
+        costs = cut.timed(costs, [times["unet", i] for i in range(len(costs))])
+        vae_costs = cut.timed(vae_costs, [times["vae", i] for i in range(len(vae_costs))])
+        text_costs = {name: times["text", i][0] for i, name in enumerate(texts)}
     per_parameter = 8.0 + 8.0 * (config.optimizer == "adamw") + 4.0 * bool(config.ema) + 2.0 * (dtype.itemsize == 2)
     memory, found = None, None
     rooms = ROOMS[config.schedule]
@@ -248,8 +265,13 @@ def plan_fold(spec: ModelSpec, config: Config, batch: Batch, stages: int, device
     places = cut.place_text_encoders(sizes, [row.memory for row in rows])
     extra = [0.0] * stages
     for name, stage in places.items():
-        extra[stage] += 2.0 * TOKENS * weights(texts[name])  # a multiplication and an addition per weight and token
-    encoder = cut.encoder_cut(vae_costs, stages, extra)
+        extra[stage] += text_costs[name]
+    if config.encode == "online":  # what must balance is all the work of a stage, the UNet's included
+        chunks = [[*down, *up] for down, up in map(found.chunks, range(stages))]
+        load = [e + sum(costs[i].total for i in chunk) for e, chunk in zip(extra, chunks, strict=True)]
+        encoder = cut.encoder_cut(vae_costs, stages, load, slack=0.02)
+    else:
+        encoder = cut.encoder_cut(vae_costs, stages, extra)
     encode = [sum(vae_costs[i].forward for i in units) + e for units, e in zip(encoder, extra, strict=True)]
     flat = unet_units(models.empty_unet(spec))
     shapes = [
