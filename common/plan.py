@@ -1,11 +1,14 @@
 """What --dry-run prints: the batch product, what a step sends and how often, from how many images on that hides behind
 the computation, and the memory of a rank. Nothing here needs a GPU, or the ranks that it plans for."""
 
+import contextlib
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
@@ -134,7 +137,7 @@ def measure_work(spec: ModelSpec, side: int, micro_batch: int, precision: str, r
             condition["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(micro_batch, 6)}
 
         def forward() -> torch.Tensor:
-            with models.autocast(precision, torch.device("cpu")):
+            with models.autocast(precision, torch.device("cpu")), _norms_as_on_cuda():
                 return unet(noisy, torch.zeros(micro_batch, dtype=torch.long), **condition).sample
 
         with LiveBytes() as live, FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
@@ -145,8 +148,29 @@ def measure_work(spec: ModelSpec, side: int, micro_batch: int, precision: str, r
             unet.enable_gradient_checkpointing()
             with LiveBytes() as live:
                 out = forward()  # noqa: F841 - holds the graph, which holds the inputs
-                activations = live.now + block[0]
+                activations = max(live.peak, live.now + block[0])
     return Work(counter.get_total_flops() / micro_batch, activations)
+
+
+@contextlib.contextmanager
+def _norms_as_on_cuda() -> Iterator[None]:
+    """Autocast computes norms in float32 on a GPU, and keeps what they take and give in float32; on a CPU it does not."""
+    group_norm, layer_norm = F.group_norm, F.layer_norm
+
+    def in_fp32(norm):
+        def call(x, *args, **kwargs):
+            args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
+            kwargs = {k: a.float() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+            with torch.autocast("cpu", enabled=False):
+                return norm(x.float(), *args, **kwargs)
+
+        return call
+
+    F.group_norm, F.layer_norm = in_fp32(group_norm), in_fp32(layer_norm)
+    try:
+        yield
+    finally:
+        F.group_norm, F.layer_norm = group_norm, layer_norm
 
 
 def _largest_block(unet: nn.Module, live: LiveBytes) -> list[int]:
@@ -188,15 +212,17 @@ def memory_of(script: str, spec: ModelSpec, config: Config, batch: Batch, ranks:
     if script == "ddp":
         return kept_bytes(parameters, config) | frozen | {"activations": work.activations}
     size, item = config.shard_size or ranks, models.DTYPES[config.precision].itemsize
-    kept = kept_bytes(sum(g.padded(size) for g in groups) // size, config)
-    if config.offload:
-        kept = {}
-    # The worst moment is the end of the forward pass. Then the root is gathered, and the last groups of the network.
+    kept = {} if config.offload else kept_bytes(sum(g.padded(size) for g in groups) // size, config)
+    gradients = kept.pop("gradients", 0)  # are made as activations go
+    whole = {"whole gradients": 4 * parameters} if batch.accum > 1 else {}
+    # Two moments can be the worst. At the end of the forward pass, the root and the last groups are gathered; at the end
+    # of the backward pass, the gradients are there, and a group still has its weights, their gradients, and these as
+    # float32 on their way into a reduce-scatter.
     gathered = groups if config.no_reshard else [g for g in groups if g.is_root] + groups[-2:]
-    extra = {"gathered": item * sum(g.padded(size) for g in gathered), "activations": work.activations}
-    if batch.accum > 1:
-        extra["whole gradients"] = 4 * parameters
-    return kept | frozen | extra
+    forward = {"gathered": item * sum(g.padded(size) for g in gathered), "activations": work.activations}
+    largest = max(g.padded(size) for g in groups)
+    backward = {"gradients": gradients, "largest group": (2 * item + 4) * largest}
+    return kept | frozen | whole | max(forward, backward, key=lambda moment: sum(moment.values()))
 
 
 # ── The text ─────────────────────────────────────────────────────────────────────────────────────────────────────────

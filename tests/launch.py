@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,16 @@ def trained(ranks: int, *flags, cwd: Path, **more) -> Ended:
     ended = train(ranks, *flags, cwd=cwd, **more)
     assert ended.rc == 0, ended.out + ended.err
     return ended
+
+
+def wait_for_row(run: Path, step: int, seconds: float = 180) -> None:
+    """Until a run that was started has told of `step`."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no step {step} within {seconds} s")
 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
