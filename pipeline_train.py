@@ -29,6 +29,7 @@ torchrun --standalone --nproc_per_node=8 pipeline_train.py --stages 4 --schedule
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import shutil
 import signal
@@ -126,6 +127,30 @@ def check_devices(world: World) -> None:
         torch.cuda.set_device(world.device)
 
 
+HANG = (
+    "Likely: one rank is late or gone (data, memory, a traceback: its last lines tell); ranks took different paths (same "
+    "SeqNum, other OpType); or all wait in the same collective and the data does not arrive (direct copies between GPUs, "
+    "the network). Next: python tools/nccl_log.py LOG OUT/flight.rank*; torchrun … tools/doctor.py; the same run with "
+    "NCCL_DEBUG=INFO NCCL_DEBUG_FILE=/tmp/nccl.%h.%p.log; once with NCCL_P2P_DISABLE=1; or a longer --timeout"
+)
+
+
+def speak_before_the_watchdog(world: World, timeout: float) -> None:
+    """NCCL's watchdog ends the process without a word of ours. Shortly before, one rank says what to look at."""
+
+    def watch() -> None:
+        at, since = world.at, time.monotonic()
+        while time.monotonic() - since < 0.9 * timeout:
+            time.sleep(1)
+            if world.at != at or not at.startswith("step"):
+                at, since = world.at, time.monotonic()
+        me = str(world.rank)
+        if world.store.compare_set("hang", "", me).decode() == me:  # comm: store, one rank speaks
+            print(f"note: {at} has lasted {0.9 * timeout:.0f} s. {HANG}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def join(world: World, timeout: float) -> None:
     """Make the default group and prove it with one all-reduce under a limit of its own; raises with the usual causes."""
     backend = "nccl" if world.device.type == "cuda" else "gloo"
@@ -146,21 +171,27 @@ def join(world: World, timeout: float) -> None:
             f"the first {backend} all-reduce of {world.world_size} ranks failed ({first_line(error)}). Usual causes: "
             "an interface that does not exist or does not reach the other hosts (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), "
             "a firewall between hosts, /dev/shm too small in a container (--shm-size=1g or --ipc=host), GPUs whose direct "
-            "copies hang (try NCCL_P2P_DISABLE=1), two ranks on one GPU"
+            "copies hang (try NCCL_P2P_DISABLE=1), two ranks on one GPU. torchrun … tools/doctor.py finds out which"
         ) from error
     if probe.item() != world.world_size:
         raise ConnectionError(
             f"the first all-reduce of {world.world_size} ranks gave {probe.item()}: the copies between the GPUs are wrong, try NCCL_P2P_DISABLE=1"
         )
+    if backend == "nccl":  # gloo raises in Python; see `fail`
+        speak_before_the_watchdog(world, timeout)
 
 
-def wait_for(world: World, *keys: str, seconds: float = 600) -> None:
-    """Wait until all `keys` are in the store; ends this rank if another fails meanwhile, and never waits for the dead."""
+def wait_for(world: World, *keys: str, seconds: float = 600, ending: bool = False) -> None:
+    """Wait until all `keys` are in the store; ends this rank if another fails meanwhile.
+
+    At the start, a signal and the end of `seconds` stop the waiting. Not with `ending`, for work that has to be finished
+    after a signal, too: then it is torchrun that ends this rank, half a minute after another one has died.
+    """
     end = time.monotonic() + seconds
     while not world.store.check(list(keys)):  # comm: store, poll
         if world.store.check(["failure"]):  # comm: store, poll
             raise Elsewhere
-        if world.stop.is_set() or time.monotonic() > end:
+        if not ending and (world.stop.is_set() or time.monotonic() > end):
             raise ConnectionError("stopped while waiting for the other ranks to start")
         time.sleep(0.05)
 
@@ -179,7 +210,23 @@ def introduction(world: World) -> str:
     """Who trains, in one line."""
     gpu = world.device.type == "cuda"
     backend = f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if gpu else "gloo"
-    return f"{world.world_size} ranks, {world.local_world_size} on this host, {backend}, torch {torch.__version__}"
+    words = [f"{world.world_size} ranks, {world.local_world_size} on this host, {backend}, torch {torch.__version__}"]
+    if gpu and world.local_world_size > 1:  # as the driver says; what NCCL really took is in its log
+        pairs = itertools.permutations(range(world.local_world_size), 2)
+        off = os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
+        direct = not off and all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        words.append("GPUs reach each other directly" if direct else "GPUs exchange through host memory")
+    return ", ".join([*words, *(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_"))])
+
+
+def record_flights(out: Path) -> None:
+    """At a time-out every rank writes its last 2000 collectives to OUT/flight.rankN. torch renamed the variables: set both."""
+    for new, old, value in (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(out.absolute() / "flight.rank")),
+    ):
+        os.environ[new] = os.environ[old] = os.environ.get(new) or os.environ.get(old) or value
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def find_checkpoint(world: World, job: Job, script: str) -> tuple[Path | None, dict | None, list[str]]:
@@ -204,7 +251,9 @@ def open_out(world: World, config: Config, script: str) -> Path:
     if world.rank == 0:
         world.store.set("out", str(checkpoint.choose_out(config.out, script, config.resume)))  # comm: store, the folder
     wait_for(world, "out")
-    return Path(world.store.get("out").decode())  # comm: store, the folder
+    out = Path(world.store.get("out").decode())  # comm: store, the folder
+    record_flights(out)
+    return out
 
 
 def speeds(world: World, config: Config) -> tuple[float | None, float | None]:
@@ -240,6 +289,9 @@ def explain(world: World, error: BaseException) -> str:
         return (
             where + f"out of GPU memory; try --activations checkpoint or a smaller --micro-batch ({first_line(error)})"
         )
+    if isinstance(error, dcp.api.CheckpointException):  # raised on all ranks, and says on which one it began
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}, {world.at}: the checkpoint could not be written, is the disk of --out full? ({first_line(cause)})"
     if "DataLoader worker" in str(error):
         return (
             where
@@ -279,7 +331,9 @@ def fail(world: World, error: BaseException) -> NoReturn:
             answers = [world.store.check([f"lost/{r}"]) for r in range(world.world_size)]  # comm: store, who answers
             silent = [r for r, answered in enumerate(answers) if not answered]
             who = f"rank {', '.join(map(str, silent))} died without a word (killed? out of host memory? see dmesg)"
-            line = f"{world.at}: {who if silent else f'the ranks lost each other; a longer --timeout may help ({first_line(error)})'}"
+            if "imed out" in str(error):  # the connection to a dead rank is closed by its host, which is no time-out
+                who = f"rank {', '.join(map(str, silent))} did not come within --timeout: use a longer one if it only was busy"
+            line = f"{world.at}: {who if silent else f'the ranks lost each other ({first_line(error)}). {HANG}'}"
         mine = f"{world.rank} {code}"
         owner = world.store.compare_set("failure", "", mine).decode()  # comm: store, the first one speaks
         if owner != mine:
@@ -645,13 +699,15 @@ def tensors_of(run: Run) -> dict[str, torch.Tensor]:
 
 def save(run: Run, out: Path) -> None:
     """checkpoint-N: each rank writes its part under another name, rank 0 seals and renames when all are done."""
-    aside = checkpoint.partial_of(out, run.ledger.position.step)
-    if run.world.rank == 0:
+    world, step = run.world, run.ledger.position.step
+    aside = checkpoint.partial_of(out, step)
+    if world.rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
     dcp.save(tensors_of(run), checkpoint_id=aside)  # comm: gather of plans and results; the tensors go to disk
-    if run.world.rank == 0:
+    if world.rank == 0:
         checkpoint.finish(aside, run.ledger.state_dict() | run.loss_scale.state_dict(), run.job.config.keep)
-    dist.barrier()  # comm: barrier, so that no rank dies or resumes between the write and the rename
+        world.store.set(f"saved/{step}", "")  # comm: store, rank 0 has renamed it
+    wait_for(world, f"saved/{step}", ending=True)  # however long that takes, which a barrier would not
 
 
 def load(run: Run, folder: Path, state: dict) -> list[str]:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import pipeline_train as script
-from common import models
-from common.config import batch_of, parse
-from common.folding import plan_fold, stages_of
-from common.job import prepare
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import pipeline_train as script  # noqa: E402
+from common import models  # noqa: E402
+from common.config import batch_of, parse  # noqa: E402
+from common.folding import plan_fold, stages_of  # noqa: E402
+from common.job import prepare  # noqa: E402
 
 
 def carry_out(world, flags: list[str], out: Path, loss_scale: float | None) -> dict:
