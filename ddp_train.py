@@ -558,6 +558,15 @@ def main(world: World) -> None:
     out = open_out(world, config, "ddp")
 
     join(world, config.timeout)
+    run = build_run(world, job, unet, frozen)
+    if state is not None:
+        notes += load(run, folder, state)
+    carry_out(run, frozen, out, [*job.notes, *notes])
+
+
+def build_run(world: World, job: Job, unet: nn.Module, frozen: models.Frozen) -> Run:
+    """Everything that a run keeps on the devices."""
+    config = job.config
     models.use_kernels(config, world.device)
     if config.activations == "checkpoint":
         unet.enable_gradient_checkpointing()
@@ -567,16 +576,13 @@ def main(world: World) -> None:
     frozen.to(world.device, models.DTYPES[config.precision])
     named = list(unet.named_parameters())
     ema = EMA(named, config.ema) if config.ema else None
-    run = Run(
+    return Run(
         job, world, unet, replicate(unet, config, world), build_optimizer(named, config),
         LossScale(config.precision == "fp16", world.device), ema,
-        Encoder(frozen, spec.is_xl, world.device, remember=config.data == "shapes"),
+        Encoder(frozen, job.spec.is_xl, world.device, remember=config.data == "shapes"),
         Ledger(job, world.rank, ema, share=lambda mine: everyone_says(world, mine)),
         replica=world.rank,
     )  # fmt: skip
-    if state is not None:
-        notes += load(run, folder, state)
-    carry_out(run, frozen, out, [*job.notes, *notes])
 
 
 def carry_out(run: Run, frozen: models.Frozen, out: Path, notes: list[str]) -> None:

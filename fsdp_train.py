@@ -383,10 +383,7 @@ def shard(unet: nn.Module, config: Config, world: World) -> DeviceMesh:
     dtype = models.DTYPES[config.precision] if world.device.type == "cuda" else torch.float32
     how = dict(
         mesh=mesh if shape[0] > 1 else mesh["shard"],
-        # Inputs are not cast: float timesteps and sizes in bf16 would become others (998.39 -> 1000). Autocast does it.
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
+        mp_policy=mixed_precision(dtype),
         offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.offload else OffloadPolicy(),
     )
     for module in shards.groups_of(unet):
@@ -395,14 +392,22 @@ def shard(unet: nn.Module, config: Config, world: World) -> DeviceMesh:
     return mesh
 
 
+def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Gather weights in `dtype`, reduce gradients in float32, and leave inputs alone: timesteps and sizes cast to bf16 would
+    become others (998.39 -> 1000, 1367 -> 1368). Autocast casts what goes into products and convolutions."""
+    return MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
 def materialise(
-    unet: nn.Module, spec: models.ModelSpec, config: Config, mesh: DeviceMesh, device: torch.device
+    unet: nn.Module, weights: Iterator[tuple[str, torch.Tensor]], mesh: DeviceMesh, device: torch.device
 ) -> None:
     """Fill the shards, one tensor at a time: no rank ever holds more than one whole tensor, and nothing is sent."""
-    unet.to_empty(device=torch.device("cpu") if config.offload else device).requires_grad_(True).train()
+    unet.to_empty(device=device).requires_grad_(True).train()
     rank, size = mesh["shard"].get_local_rank(), mesh["shard"].size()
     with torch.no_grad():
-        for name, whole in models.weights_of(unet, spec, config.seed):
+        for name, whole in weights:
             local = unet.get_parameter(name).to_local()
             local.copy_(shards.shard_of(whole, rank, size))
 
@@ -619,10 +624,22 @@ def main(world: World) -> None:
     folder, state, notes = find_checkpoint(world, job, "fsdp")
     frozen = models.build_frozen(spec, config.seed)
     unet = models.empty_unet(spec)
+    weights = models.weights_of(unet, spec, config.seed)
     all_ready(world, f"{job.fingerprint}, step {state['step'] if state else 0}", seconds=config.timeout)
     out = open_out(world, config, "fsdp")
 
     join(world, config.timeout)
+    run = build_run(world, job, unet, weights, frozen)
+    if state is not None:
+        notes += load(run, folder, state)
+    carry_out(run, frozen, out, [*job.notes, *notes])
+
+
+def build_run(
+    world: World, job: Job, unet: nn.Module, weights: Iterator[tuple[str, torch.Tensor]], frozen: models.Frozen
+) -> Run:
+    """Everything that a run keeps on the devices; `unet` is on the meta device, `weights` comes tensor by tensor."""
+    config = job.config
     models.use_kernels(config, world.device)
     if config.activations == "checkpoint":
         unet.enable_gradient_checkpointing()
@@ -631,19 +648,16 @@ def main(world: World) -> None:
     job.schedule.to(world.device)
     frozen.to(world.device, models.DTYPES[config.precision])
     mesh = shard(unet, config, world)
-    materialise(unet, spec, config, mesh, world.device)
+    materialise(unet, weights, mesh, torch.device("cpu") if config.offload else world.device)
     mine = {name: nn.Parameter(p.to_local()) for name, p in unet.named_parameters()}
     ema = EMA(mine.items(), config.ema) if config.ema else None
-    run = Run(
+    return Run(
         job, world, unet, mesh, mine, build_optimizer(mine.items(), config),
         LossScale(config.precision == "fp16", world.device), ema,
-        Encoder(frozen, spec.is_xl, world.device, remember=config.data == "shapes"),
+        Encoder(frozen, job.spec.is_xl, world.device, remember=config.data == "shapes"),
         Ledger(job, world.rank, ema, share=lambda mine: everyone_says(world, mine)),
         replica=world.rank,
     )  # fmt: skip
-    if state is not None:
-        notes += load(run, folder, state)
-    carry_out(run, frozen, out, [*job.notes, *notes])
 
 
 def carry_out(run: Run, frozen: models.Frozen, out: Path, notes: list[str]) -> None:

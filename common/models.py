@@ -318,12 +318,12 @@ def weights_of(
     Raises UsageError for a folder whose weights do not fit.
     """
     seeded = spec.folder is None or spec.folder == TINY  # tiny ships its frozen parts; its UNet is what a run trains
-    file = None if seeded else WeightFile(spec.folder / "unet")
-    if file is not None:
-        check_weights(unet, file)
-    for name, owner, parameter in list(named_owners(unet)):
-        if names is None or name in names:
-            yield name, file[name] if file else seeded_tensor(seed, f"unet.{name}", owner, parameter.shape)
+    wanted = [(n, owner, p) for n, owner, p in named_owners(unet) if names is None or n in names]
+    if seeded:
+        return ((n, seeded_tensor(seed, f"unet.{n}", owner, p.shape)) for n, owner, p in wanted)
+    file = WeightFile(spec.folder / "unet")
+    check_weights(unet, file)
+    return ((name, file[name]) for name, _, _ in wanted)
 
 
 def build_part(spec: ModelSpec, seed: int, device: torch.device, names: Container[str]) -> UNet2DConditionModel:

@@ -31,7 +31,7 @@ def start(ranks: int, *flags, script: str = "ddp_train.py", cwd: Path, env: dict
     return subprocess.Popen(
         [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

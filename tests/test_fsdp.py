@@ -1,0 +1,267 @@
+"""Sharding on real ranks: the curve and the weights of `ddp_train.py`, the collectives of the plan, shared checkpoints."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from common import models, plan, shards
+from common.config import Config, batch_of, parse, with_recipe
+from common.errors import UsageError
+from tests.launch import rows, trained, weights
+from tests.test_ddp import assert_same_curve
+
+FSDP = "fsdp_train.py"
+SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
+ADAM = ("--lr", "1e-3", "--global-batch", "12", "--ema", "0.9")
+HELD = ("--val-every", "2", "--ema", "0.9", "--clip", "0.5")
+RECOMPUTE = ("--activations", "checkpoint")
+STILL = ("--optimizer", "sgd", "--lr", "0", "--global-batch", "12", "--steps", "1", "--sample-every", "0")
+# ranks -> runs: (name, flags); all of SGD's runs follow one curve
+RUNS = {
+    1: [("whole", ("--micro-batch", "24", *HELD)), ("still", STILL)],
+    2: [
+        ("plain", ("--micro-batch", "12", *HELD)),
+        ("accumulated", ("--micro-batch", "3", *HELD)),
+        ("no-reshard", ("--micro-batch", "6", "--no-reshard", *HELD)),
+        ("offload", ("--micro-batch", "12", "--offload", *HELD)),
+        ("recomputed", ("--micro-batch", "6", *RECOMPUTE, *HELD)),
+        ("replicated", ("--micro-batch", "12", "--shard-size", "1", *HELD)),
+        ("still", STILL),
+        ("straight", (*ADAM, "--steps", "6", "--save-every", "3")),
+        ("bf16", ("--micro-batch", "12", "--precision", "bf16")),
+    ],
+    3: [("uneven", ("--micro-batch", "4", *HELD)), ("still", STILL)],
+    4: [("hybrid", ("--micro-batch", "3", "--shard-size", "2", *HELD)), ("full", ("--micro-batch", "6", *HELD))],
+}
+CURVES = [(n, name) for n, runs in RUNS.items() for name, flags in runs if "--clip" in flags]
+
+
+def flags_of(ranks: int, name: str) -> list[str]:
+    own = dict(RUNS[ranks])[name]
+    return [*(() if "--global-batch" in own else SGD), *own]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("shards")
+
+
+@pytest.fixture(scope="module")
+def alone(runs):
+    """The reference: the other script, in one process."""
+    trained(0, *SGD, "--micro-batch", "24", *HELD, "--out", runs / "alone", cwd=runs)
+    return runs / "alone"
+
+
+@pytest.fixture(scope="module")
+def many(runs):
+    """The folder of a run; all runs of so many ranks share one start."""
+    started = set()
+
+    def get(ranks: int, name: str):
+        if ranks not in started:
+            started.add(ranks)
+            listed = [(f"{ranks}-{n}", flags_of(ranks, n)) for n, _ in RUNS[ranks]]
+            trained(ranks, json.dumps(listed), runs, script="tests/fsdp_runs.py", cwd=runs, seconds=400)
+        return runs / f"{ranks}-{name}"
+
+    return get
+
+
+def ranks_of(run) -> list[dict]:
+    return json.loads((run / "ranks.json").read_text())
+
+
+@pytest.mark.parametrize("ranks, name", CURVES)
+def test_every_way_to_shard_follows_the_curve_of_the_whole_network(alone, many, ranks, name):
+    run = many(ranks, name)
+    assert_same_curve(alone, run)
+    raw, other = weights(alone, "unet_raw"), weights(run, "unet_raw")
+    for n in raw:
+        assert (raw[n] - other[n]).abs().max() <= 1e-5 * raw[n].abs().max() + 1e-9, n
+    (one,), (two,) = ([r["val_loss"] for r in rows(folder) if "val_loss" in r] for folder in (alone, run))
+    assert two == pytest.approx(one, rel=1e-5)
+    assert all(rank["same_memory"] for rank in ranks_of(run))
+
+
+def test_a_rank_holds_its_rows_and_no_more(many):
+    total = models.parameter_count(models.spec_of(Config()))
+    for ranks, name, copies in ((2, "plain", 1), (3, "uneven", 1), (4, "hybrid", 2)):
+        held = [rank["held"] for rank in ranks_of(many(ranks, name))]
+        assert sum(held) == copies * total
+        assert max(held) < 1.1 * copies * total / ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_weights_of_a_seed_are_the_same_bits_on_any_number_of_ranks(many, ranks):
+    """A step with rate 0 exports what the run began with."""
+    whole = models.build_unet(models.spec_of(Config()), 0, torch.device("cpu")).state_dict()
+    for name, tensor in weights(many(ranks, "still")).items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+# ── The plan and what is really sent ─────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "ranks, name", [(2, "plain"), (2, "accumulated"), (2, "no-reshard"), (3, "uneven"), (4, "hybrid"), (4, "full")]
+)
+def test_a_step_issues_the_collectives_of_the_plan(many, ranks, name):
+    config = with_recipe(parse("fsdp", flags_of(ranks, name)))
+    config = type(config)(**{**vars(config), "precision": "fp32"})
+    groups = shards.groups_of_spec(models.spec_of(config))
+    wanted: dict[str, list[int]] = {}
+    for c in plan.fsdp_collectives(groups, config, ranks, batch_of(config, ranks).accum):
+        count, message = wanted.get(c.kind, [0, 0])
+        wanted[c.kind] = [count + c.count, message + c.message]
+    wanted["all-reduce"] = [a + b for a, b in zip(wanted.get("all-reduce", [0, 0]), [1, 8], strict=True)]  # the norm
+    for rank in ranks_of(many(ranks, name)):
+        found: dict[str, list[int]] = {}
+        for at, kind, size in rank["issued"]:
+            if at == "step 3":  # the held-out loss came after step 2
+                count, message = found.get(kind, [0, 0])
+                found[kind] = [count + 1, message + size]
+        assert found == wanted
+
+
+def test_saving_gathers_no_tensor(many):
+    """Steps that save and steps that do not issue the same collectives."""
+    for rank in ranks_of(many(2, "straight")):
+        issued = [[(kind, size) for at, kind, size in rank["issued"] if at == f"step {n}"] for n in range(1, 6)]
+        assert issued[1] == issued[2] == issued[3]  # a checkpoint followed step 3
+
+
+# ── Checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_resumed_run_ends_with_the_same_bits(runs, many):
+    straight = many(2, "straight")
+    out = runs / "resumed"
+    trained(2, *ADAM, "--steps", "6", "--sample-every", "0", "--resume", straight / "checkpoint-3", "--out", out,
+            script=FSDP, cwd=runs)  # fmt: skip
+    for part in ("unet", "unet_raw"):
+        one, other = weights(straight, part), weights(out, part)
+        assert all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize(
+    "reader, ranks", [("ddp_train.py", 1), ("ddp_train.py", 3), (FSDP, 3)], ids=["ddp-1", "ddp-3", "fsdp-3"]
+)
+def test_other_ranks_and_the_other_script_go_on_from_its_checkpoint(runs, many, reader, ranks):
+    straight, out = many(2, "straight"), runs / f"by-{reader}-{ranks}"
+    flags = (*ADAM, "--steps", "6", "--sample-every", "0", "--resume", straight / "checkpoint-3", "--out", out)
+    trained(ranks, *flags, script=reader, cwd=runs)
+    after = [r for r in rows(straight) if r["step"] > 3]
+    np.testing.assert_allclose([r["loss"] for r in rows(out)], [r["loss"] for r in after], rtol=1e-5)
+    np.testing.assert_allclose([r["grad_norm"] for r in rows(out)], [r["grad_norm"] for r in after], rtol=1e-4)
+    one, other = weights(straight), weights(out)
+    assert all((one[n] - other[n]).abs().max() <= 0.3e-3 for n in one)
+
+
+def test_it_goes_on_from_a_checkpoint_of_the_other_script(runs, many):
+    straight = many(2, "straight")
+    flags = (*ADAM, "--sample-every", "0")
+    trained(2, *flags, "--steps", "3", "--save-every", "3", "--no-export", "--out", runs / "ddp", cwd=runs)
+    out = runs / "after-ddp"
+    trained(3, *flags, "--steps", "6", "--resume", runs / "ddp" / "checkpoint-3", "--out", out, script=FSDP, cwd=runs)
+    after = [r for r in rows(straight) if r["step"] > 3]
+    np.testing.assert_allclose([r["loss"] for r in rows(out)], [r["loss"] for r in after], rtol=1e-5)
+
+
+def test_half_precision_stays_near_and_the_masters_stay_float32(alone, many):
+    run = many(2, "bf16")
+    assert rows(run)[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=0.02)
+    assert {t.dtype for t in weights(run).values()} == {torch.float32}
+
+
+# ── Timesteps and sizes ──────────────────────────────────────────────────────────────────────────────────────────────
+def test_timesteps_and_sizes_reach_their_sinusoids_unrounded():
+    """In bf16, 998.39 would be 1000 and 1367 would be 1368; FSDP rounds float inputs unless it is told not to."""
+    import fsdp_train
+
+    seen: dict[str, torch.Tensor] = {}
+    unet = models.empty_unet(models.spec_of(Config(preset="sdxl")))
+    small = dict(block_out_channels=(32, 64), down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+                 up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), transformer_layers_per_block=1,
+                 attention_head_dim=(2, 4), cross_attention_dim=32, layers_per_block=1, norm_num_groups=8)  # fmt: skip
+    unet = type(unet).from_config({**unet.config, **small})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        how = dict(mesh=mesh, mp_policy=fsdp_train.mixed_precision(torch.bfloat16))
+        for module in shards.groups_of(unet):
+            fully_shard(module, **how)
+        fully_shard(unet, **how)
+        for name in ("time_proj", "add_time_proj"):
+            getattr(unet, name).register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0]}))
+        sizes = torch.tensor([[1367.0, 1025.0, 0.0, 0.0, 1024.0, 1024.0]])
+        condition = {"text_embeds": torch.zeros(1, 1280), "time_ids": sizes}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            try:
+                unet(
+                    torch.zeros(1, 4, 8, 8), torch.tensor([998.39]), torch.zeros(1, 77, 32), added_cond_kwargs=condition
+                )
+            except RuntimeError as error:  # norms on a CPU do not mix types; the sinusoids come before
+                assert "mixed dtype" in str(error)
+        assert torch.equal(seen["time_proj"], torch.tensor([998.39]))
+        assert torch.equal(seen["add_time_proj"], sizes.flatten())
+        default = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        assert default.cast_forward_inputs and not fsdp_train.mixed_precision(torch.bfloat16).cast_forward_inputs
+    finally:
+        dist.destroy_process_group()
+
+
+# ── Arithmetic ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_rows_are_cut_as_torch_cuts_them():
+    for count in range(1, 40):
+        whole = torch.arange(count)
+        for size in range(1, 12):
+            parts = [shards.shard_of(whole, rank, size) for rank in range(size)]
+            assert torch.equal(torch.cat(parts), whole)
+            chunks = torch.chunk(whole, size)
+            assert [p.tolist() for p in parts if len(p)] == [c.tolist() for c in chunks]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "sd15", "sd21", "sdxl"])
+def test_groups_hold_every_parameter_once_and_none_is_small(preset):
+    spec = models.spec_of(Config(preset=preset))
+    groups = shards.groups_of_spec(spec)
+    assert sum(g.parameters for g in groups) == models.parameter_count(spec)
+    assert [g.is_root for g in groups] == [True] + [False] * (len(groups) - 1)
+    if preset == "sdxl":
+        assert len(groups) == 1 + 17 + 11
+        assert sum(g.parameters for g in groups if ".attentions." in g.name) > 0.8 * 2_567_463_684
+
+
+def test_a_shard_size_that_does_not_divide_the_world_is_refused_with_those_that_do():
+    for world in range(1, 33):
+        for size in range(1, world + 2):
+            if world % size == 0:
+                shards.check_size(size, world)
+            else:
+                with pytest.raises(UsageError, match=f"does not divide {world} ranks: use 1"):
+                    shards.check_size(size, world)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 32])
+def test_the_plan_is_the_table_of_the_docstring_but_for_padding(ranks):
+    config = with_recipe(Config(preset="sdxl", precision="bf16"))
+    groups, p = shards.groups_of_spec(models.spec_of(config)), 2_567_463_684
+    forward, backward, reduce = plan.fsdp_collectives(groups, config, ranks, accum=1)
+    root = groups[0].parameters
+    for collective, table in ((forward, 2 * p), (backward, 2 * (p - root)), (reduce, 4 * p)):
+        assert collective.sent == pytest.approx((ranks - 1) / ranks * table, rel=1e-3)
+        assert collective.sent >= (ranks - 1) / ranks * table - 1
+    ring = plan.ddp_collectives(p, config, ranks)[0]
+    assert ring.sent == 2 * (ranks - 1) * 4 * p // ranks
+
+
+def test_the_critical_micro_batch_is_the_one_of_the_book():
+    """SDXL on many H200: 1.9 images for DDP at 319 GB/s, 1.6 for FSDP at 250 GB/s, with 400 TFLOP/s reached."""
+    config = with_recipe(Config(preset="sdxl", precision="bf16"))
+    groups = shards.groups_of_spec(models.spec_of(config))
+    ddp = plan.ddp_collectives(2_567_463_684, config, 64)
+    fsdp = plan.fsdp_collectives(groups, config, 64, accum=1)
+    assert plan.critical_micro_batch(ddp, 20.23e12, 319e9, 400e12) == pytest.approx(1.9, abs=0.05)
+    assert plan.critical_micro_batch(fsdp, 20.23e12, 250e9, 400e12) == pytest.approx(1.6, abs=0.1)
