@@ -1,15 +1,20 @@
 """Cut: one UNet over P ranks, folded, so that every skip is used on the rank that made it and none travels.
 
-   stage 0      conv_in ─ down ─┐  ┌─ up ─ conv_out   noise, target, loss      a micro-batch goes down through stages
-                    │   skips ──┼──┤    ▲                                     0 … P-1, turns, and comes up through
-   stage 1        down ─────────┼──┼── up             skips stay at home       P-1 … 0; its gradients take the same
-                    │   skips ──┼──┤    ▲                                     way: down through the up chunks, up
-   stage P-1      down ───── turn ─┴─ up                                       through the down chunks
+                way down                             way up
+   stage 0      conv_in ─ resnet ─────── skips ────► resnet ─ conv_out       latents and noise in, loss out
+                   │ activation                        ▲
+                   ▼                                   │
+   stage 1      resnet ─ tb ─ down ───── skips ────► up ─ tb ─ resnet        tb: a transformer block
+                   │                                   ▲
+                   ▼                                   │
+   stage P-1    resnet ─ tb ─ tb ─ tb ─── mid ────── tb ─ tb ─ resnet        turns
 
-   pixels ─► stage P-1 ─► … ─► stage 0 ─► latents     the frozen encoders, cut too, run the other way in the holes
+   A micro-batch goes down through stages 0 … P-1 and up through P-1 … 0; its gradients take the same way: down through
+   the up chunks, up through the down chunks. The frozen encoders, cut too, run from stage P-1 (pixels) to stage 0
+   (latents), on the next step's pictures, where a stage would wait.
 
-rank = replica * P + stage. Stage 0 of a replica reads its pictures; with R = world / P replicas, the same stage of all
-replicas averages its gradients.
+rank = replica * P + stage. Stage 0 of a replica reads its pictures; with R replicas of P stages, N = R P ranks, the same
+stage of all replicas averages its gradients.
 
 collective      when                                  bytes each rank sends (P stages, R replicas, M micro-batches)
 send/receive    between neighbours, as the schedule   M x what crosses the rank's cuts, forth and back (--dry-run); for

@@ -60,8 +60,8 @@ class Config:
     crop: str = _flag("center", "which square of an oblong picture", choices=("center", "random"))
     flip: float = _flag(0.0, "probability of a horizontal flip", metavar="P")
 
-    micro_batch: int | None = _flag(None, "samples a replica runs at once (default 8)", metavar="M")
-    accum: int | None = _flag(None, "micro-batches per optimizer step (default 1)", metavar="A")
+    micro_batch: int | None = _flag(None, "samples a replica runs at once (default 8, pipeline: 2)", metavar="M")
+    accum: int | None = _flag(None, "micro-batches per optimizer step (default 1, pipeline: 4)", metavar="A")
     global_batch: int | None = _flag(None, "M x A x replicas; any two of the three determine the third", metavar="G")
     steps: int | None = _flag(
         None, "optimizer steps in total, resumed ones included (default: the preset's)", metavar="N"

@@ -128,6 +128,7 @@ class Folding:
     vae: list[range]  # encoder units of each stage
     encode: list[float]  # cost of the encoders of each stage
     text: dict[str, int]  # text encoder -> stage
+    frozen_bytes: list[float]  # of the encoders of each stage
     shapes: list[dict[str, torch.Size]]  # parameters of each stage, by name
     _made: dict = field(default_factory=dict)
 
@@ -196,7 +197,12 @@ class Folding:
         """What --dry-run prints. bandwidth in GB/s and rate in TFLOP/s, None for unknown: then messages cost nothing."""
         config, made = self.config, self.step()
         check(made)
-        rows = cut.plan(self.costs, self.cut, self.memory, self.vae, self.text)
+        rows = [
+            dataclasses.replace(row, memory=row.memory + frozen)
+            for row, frozen in zip(
+                cut.plan(self.costs, self.cut, self.memory, self.vae, self.text), self.frozen_bytes, strict=True
+            )
+        ]
         sent = self.sent_bytes(Templates(spec, config.precision, torch.device("cpu")), made)
         parameters, replicas = sum(row.parameters for row in rows), self.batch.replicas
         reduced = [2 * (replicas - 1) * 4 * row.parameters // replicas for row in rows]
@@ -273,12 +279,20 @@ def plan_fold(
     else:
         encoder = cut.encoder_cut(vae_costs, stages, extra)
     encode = [sum(vae_costs[i].forward for i in units) + e for units, e in zip(encoder, extra, strict=True)]
+    frozen_bytes = [
+        float((4 if dtype == torch.float16 else dtype.itemsize) * sum(vae_costs[i].parameters for i in units))
+        for units in encoder
+    ]
+    for name, stage in places.items():
+        frozen_bytes[stage] += sizes[name]
     flat = unet_units(models.empty_unet(spec))
     shapes = [
         {n: p.shape for i in [*down, *up] for n, p in flat[i].parameters().items()}
         for down, up in map(found.chunks, range(stages))
     ]
-    return Folding(config, batch, costs, found, memory, encoder, encode, {n: places[n] for n in texts}, shapes)
+    return Folding(
+        config, batch, costs, found, memory, encoder, encode, {n: places[n] for n in texts}, frozen_bytes, shapes
+    )
 
 
 def weights(module: nn.Module) -> int:

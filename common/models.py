@@ -351,16 +351,8 @@ def frozen_on_meta(spec: ModelSpec) -> tuple[AutoencoderKL, dict[str, nn.Module]
 
 def frozen_parameters(spec: ModelSpec) -> tuple[int, int]:
     """(of the VAE, of the text encoders), from configurations alone."""
-    if spec.folder is None:
-        vae, clips = VAES[spec.name], TEXT_ENCODERS[spec.name]
-    else:
-        vae, clips = _read_json(spec.folder / "vae" / "config.json"), []
-        for kind, name in ((CLIPTextModel, "text_encoder"), (CLIPTextModelWithProjection, "text_encoder_2")):
-            if (spec.folder / name / "config.json").exists():
-                clips.append((kind, _read_json(spec.folder / name / "config.json")))
-    with torch.device("meta"):
-        parts = [AutoencoderKL.from_config(vae), *(kind(CLIPTextConfig(**clip)) for kind, clip in clips)]
-    of_vae, *of_text = (sum(p.numel() for p in part.parameters()) for part in parts)
+    vae, texts = frozen_on_meta(spec)
+    of_vae, *of_text = (sum(p.numel() for p in part.parameters()) for part in (vae, *texts.values()))
     return of_vae, sum(of_text)
 
 

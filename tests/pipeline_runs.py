@@ -26,9 +26,11 @@ def carry_out(world, flags: list[str], out: Path, loss_scale: float | None) -> d
     batch = batch_of(given, world.world_size // stages, default=(2, 4))
     job = prepare(given, spec, batch, False, world.local_world_size)
     folding = plan_fold(spec, job.config, batch, stages, world.device)
+    frozen = models.build_frozen(spec, job.config.seed)
+    if job.config.costs == "measured":
+        folding = plan_fold(spec, job.config, batch, stages, world.device, script.measure(world, job, frozen))
     unet = models.build_part(spec, job.config.seed, world.device, folding.shapes[world.rank % stages])
     groups = script.make_groups(world, stages, 120)
-    frozen = models.build_frozen(spec, job.config.seed)
     run = script.build_run(world, job, folding, groups, unet, frozen)
     if loss_scale:
         run.loss_scale.scale.fill_(loss_scale)

@@ -25,7 +25,7 @@ def stages_of(unet, name, kind, count, costs, recompute):
     spec = dataclasses.replace(spec_of(Config(preset=name)), unet=dict(unet.config))
     config = Config(schedule=kind, precision="fp32", activations="checkpoint" if recompute else "keep")
     nothing = [range(0)] * count
-    folding = Folding(config, Batch(2, 4, 1), costs, fold(costs, count), Memory(), nothing, [0.0] * count, {}, [])
+    folding = Folding(config, Batch(2, 4, 1), costs, fold(costs, count), Memory(), nothing, [0.0] * count, {}, [], [])
     cpu, frozen = torch.device("cpu"), build_frozen(spec_of(Config()), 0)
     templates, noise, scale = Templates(spec, "fp32", cpu), NoiseSchedule(SCHEDULER, "epsilon"), LossScale(False, cpu)
     return [Stage(r, folding, unet, frozen, templates, noise, scale, cpu) for r in range(count)]

@@ -22,9 +22,17 @@ SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", 
 ADAM = ("--lr", "1e-3", "--global-batch", "12", "--steps", "4", "--ema", "0.9", "--save-every", "2")
 # ranks -> runs: (stages, micro-batch, other flags). 24 samples: micro-batch 24 / replicas / M.
 ZERO, AHEAD, RECOMPUTE = ("--schedule", "zero-bubble"), ("--encode", "ahead"), ("--activations", "checkpoint")
+MEASURED = ("--costs", "measured")
 RUNS = {
     1: [(1, 24, ()), (1, 6, ZERO)],
-    2: [(2, 24, ZERO), (2, 12, AHEAD), (2, 8, ()), (2, 6, ZERO + AHEAD), (2, 3, RECOMPUTE), (2, 3, ZERO + RECOMPUTE)],
+    2: [
+        (2, 24, ZERO),
+        (2, 12, AHEAD),
+        (2, 8, MEASURED),
+        (2, 6, ZERO + AHEAD),
+        (2, 3, RECOMPUTE),
+        (2, 3, ZERO + RECOMPUTE),
+    ],
     3: [(3, 24, ()), (3, 12, ZERO), (3, 8, ZERO + AHEAD), (3, 3, ())],
     4: [(4, 24, AHEAD), (4, 8, ZERO), (4, 6, ()), (4, 3, ZERO), (2, 6, ZERO), (2, 3, AHEAD), (1, 3, ())],
 }
