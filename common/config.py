@@ -60,8 +60,8 @@ class Config:
     crop: str = _flag("center", "which square of an oblong picture", choices=("center", "random"))
     flip: float = _flag(0.0, "probability of a horizontal flip", metavar="P")
 
-    micro_batch: int | None = _flag(None, "samples a replica runs at once (default 8)", metavar="M")
-    accum: int | None = _flag(None, "micro-batches per optimizer step (default 1)", metavar="A")
+    micro_batch: int | None = _flag(None, "samples a replica runs at once (default 8, pipeline: 2)", metavar="M")
+    accum: int | None = _flag(None, "micro-batches per optimizer step (default 1, pipeline: 4)", metavar="A")
     global_batch: int | None = _flag(None, "M x A x replicas; any two of the three determine the third", metavar="G")
     steps: int | None = _flag(
         None, "optimizer steps in total, resumed ones included (default: the preset's)", metavar="N"
@@ -93,6 +93,30 @@ class Config:
     compile: bool = _flag(False, "torch.compile the resnets and transformer blocks one by one")
     attention: str = _flag("auto", "kernel of scaled_dot_product_attention", choices=("auto", "cudnn", "flash", "math"))
     deterministic: bool = _flag(False, "deterministic algorithms only; slower")
+    stages: int | None = _flag(
+        None,
+        "ranks that one UNet is cut over (default: the largest divisor of the world that it can be folded into)",
+        metavar="P",
+        scripts=("pipeline",),
+    )
+    costs: str = _flag(
+        "counted",
+        "what the cut balances: FLOPs as counted, or times as measured at the start",
+        choices=("counted", "measured"),
+        scripts=("pipeline",),
+    )
+    schedule: str = _flag(
+        "1f1b",
+        "one forward, one backward; or with weight gradients moved into the holes",
+        choices=("1f1b", "zero-bubble"),
+        scripts=("pipeline",),
+    )
+    encode: str = _flag(
+        "online",
+        "the frozen encoders work on the next step's pictures in this step's holes, or ahead of each step",
+        choices=("online", "ahead"),
+        scripts=("pipeline",),
+    )
     grad_compress: str = _flag("none", "send gradients in half the bytes", choices=("none", "bf16"), scripts=("ddp",))
     shard_size: int | None = _flag(
         None, "ranks that share one copy of the weights (default: all); fewer: HSDP", metavar="N", scripts=("fsdp",)
@@ -347,7 +371,7 @@ def learning_rate(done: int, config: Config, replicas: int) -> float:
 NEUTRAL = frozenset(
     "micro_batch accum workers timeout out save_every keep resume no_export val_every sample_every prompts log_every "
     "log_samples dry_run activations compile attention deterministic time_limit shard_size no_reshard offload "
-    "world_size bandwidth tflops".split()
+    "world_size bandwidth tflops stages costs schedule encode".split()
 )
 # Flags under which the weights of a checkpoint mean something else.
 BOUND = ("preset", "prediction", "zero_snr", "optimizer")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from common.models import Frozen
 
@@ -35,16 +36,8 @@ class Encoder:
     def __call__(self, batch: dict) -> Encoded:
         posterior_noise = batch["posterior_noise"].to(self.device, non_blocking=True)
         (moments,) = self._each(self._moments, batch["pixels"])
-        mean, log_variance = moments.chunk(2, dim=1)
-        config = self.frozen.vae.config
-        latents = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * posterior_noise
-        latents = (latents - (config.shift_factor or 0.0)) * config.scaling_factor
-        hidden, *pooled = self._each(self._text, batch["tokens"])
-        condition = {"encoder_hidden_states": hidden}
-        if self.is_xl:  # sizes stay float32: 1367 must not become 1368
-            time_ids = batch["time_ids"].to(self.device, non_blocking=True)
-            condition["added_cond_kwargs"] = {"text_embeds": pooled[0], "time_ids": time_ids}
-        return Encoded(latents, condition, latents.isfinite().all(dim=(1, 2, 3)))
+        text = self._each(self._text, batch["tokens"])
+        return put_together(moments, posterior_noise, text, batch["time_ids"].to(self.device), self.frozen.vae.config)
 
     def _each(self, encode, values: torch.Tensor) -> list[torch.Tensor]:
         """`encode` the batch at once, or those of its samples that are not known yet, one by one."""
@@ -65,7 +58,32 @@ class Encoder:
     def _text(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """[B, encoders, 77] -> hidden states [B, 77, width]; for SDXL, whose two encoders give their last layer but one,
         side by side, also the pooled embedding of the second, [B, 1280]."""
-        if not self.is_xl:
-            return [self.frozen.text_encoders[0](tokens[:, 0]).last_hidden_state.float()]
-        said = [encoder(tokens[:, i], output_hidden_states=True) for i, encoder in enumerate(self.frozen.text_encoders)]
-        return [torch.cat([s.hidden_states[-2] for s in said], dim=-1).float(), said[1].text_embeds.float()]
+        read = [read_text(encoder, tokens[:, i], self.is_xl) for i, encoder in enumerate(self.frozen.text_encoders)]
+        hidden = torch.cat([one[0] for one in read], dim=-1).float()
+        return [hidden, *(pooled.float() for one in read for pooled in one[1:])]
+
+
+def read_text(encoder: nn.Module, tokens: torch.Tensor, is_xl: bool) -> list[torch.Tensor]:
+    """[B, 77] -> hidden states [B, 77, width], and the pooled embedding [B, width] where the encoder has one.
+
+    SD's encoder gives its last layer, normed; SDXL's two give their last layer but one, and the second the pooled text.
+    """
+    if not is_xl:
+        return [encoder(tokens).last_hidden_state]
+    said = encoder(tokens, output_hidden_states=True)
+    pooled = getattr(said, "text_embeds", None)
+    return [said.hidden_states[-2]] if pooled is None else [said.hidden_states[-2], pooled]
+
+
+def put_together(
+    moments: torch.Tensor, posterior_noise: torch.Tensor, text: list[torch.Tensor], time_ids: torch.Tensor, config
+) -> Encoded:
+    """What the encoders said -> what the UNet is called with. moments [B, 2 C, h, w] float32, text [hidden] or
+    [hidden, pooled], time_ids [B, 6] (read only where there is a pooled text, in SDXL), `config` the VAE's."""
+    mean, log_variance = moments.chunk(2, dim=1)
+    latents = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * posterior_noise
+    latents = (latents - (config.shift_factor or 0.0)) * config.scaling_factor
+    condition = {"encoder_hidden_states": text[0]}
+    if len(text) > 1:  # sizes stay float32: 1367 must not become 1368
+        condition["added_cond_kwargs"] = {"text_embeds": text[1], "time_ids": time_ids}
+    return Encoded(latents, condition, latents.isfinite().all(dim=(1, 2, 3)))

@@ -3,8 +3,10 @@
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 
@@ -67,3 +69,20 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def moment(device: torch.device) -> float | torch.cuda.Event:
+    """Now: by the host's clock on a CPU, and on a GPU when all that has been asked for so far is done; waits for nothing."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Between two moments."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000

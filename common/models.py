@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -309,31 +309,50 @@ def build_unet(spec: ModelSpec, seed: int, device: torch.device) -> UNet2DCondit
     return unet
 
 
-def weights_of(unet: nn.Module, spec: ModelSpec, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole initial value on the CPU) of every parameter, one at a time; shapes are those of `unet`, sharded or not.
+def weights_of(
+    unet: nn.Module, spec: ModelSpec, seed: int, names: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole initial value on the CPU) of every parameter, or of those in `names`, one at a time; shapes are those
+    of `unet`, sharded or not.
 
     Raises UsageError for a folder whose weights do not fit.
     """
     seeded = spec.folder is None or spec.folder == TINY  # tiny ships its frozen parts; its UNet is what a run trains
+    wanted = [(n, owner, p) for n, owner, p in named_owners(unet) if names is None or n in names]
     if seeded:
-        return ((n, seeded_tensor(seed, f"unet.{n}", owner, p.shape)) for n, owner, p in named_owners(unet))
+        return ((n, seeded_tensor(seed, f"unet.{n}", owner, p.shape)) for n, owner, p in wanted)
     file = WeightFile(spec.folder / "unet")
     check_weights(unet, file)
-    return ((name, file[name]) for name, _, _ in named_owners(unet))
+    return ((name, file[name]) for name, _, _ in wanted)
+
+
+def build_part(spec: ModelSpec, seed: int, device: torch.device, names: Container[str]) -> UNet2DConditionModel:
+    """The UNet with only these parameters in memory, float32 on `device`; the others stay on the meta device."""
+    unet = empty_unet(spec).train()
+    for name, value in weights_of(unet, spec, seed, names):
+        path, _, leaf = name.rpartition(".")
+        unet.get_submodule(path).register_parameter(leaf, nn.Parameter(value.to(device)))
+    return unet
+
+
+def frozen_on_meta(spec: ModelSpec) -> tuple[AutoencoderKL, dict[str, nn.Module]]:
+    """VAE and text encoders without any memory: their configurations, shapes and sizes."""
+    with torch.device("meta"):
+        if spec.folder is None:
+            clips = [kind(CLIPTextConfig(**clip)) for kind, clip in TEXT_ENCODERS[spec.name]]
+            names = ["text_encoder", "text_encoder_2"][: len(clips)]
+            return AutoencoderKL(**VAES[spec.name]), dict(zip(names, clips, strict=True))
+        encoders = {}
+        for name in ["text_encoder", "text_encoder_2"] if spec.is_xl else ["text_encoder"]:
+            kind = CLIPTextModelWithProjection if name.endswith("_2") else CLIPTextModel
+            encoders[name] = kind(CLIPTextConfig(**_read_json(spec.folder / name / "config.json")))
+        return AutoencoderKL.from_config(_read_json(spec.folder / "vae" / "config.json")), encoders
 
 
 def frozen_parameters(spec: ModelSpec) -> tuple[int, int]:
     """(of the VAE, of the text encoders), from configurations alone."""
-    if spec.folder is None:
-        vae, clips = VAES[spec.name], TEXT_ENCODERS[spec.name]
-    else:
-        vae, clips = _read_json(spec.folder / "vae" / "config.json"), []
-        for kind, name in ((CLIPTextModel, "text_encoder"), (CLIPTextModelWithProjection, "text_encoder_2")):
-            if (spec.folder / name / "config.json").exists():
-                clips.append((kind, _read_json(spec.folder / name / "config.json")))
-    with torch.device("meta"):
-        parts = [AutoencoderKL.from_config(vae), *(kind(CLIPTextConfig(**clip)) for kind, clip in clips)]
-    of_vae, *of_text = (sum(p.numel() for p in part.parameters()) for part in parts)
+    vae, texts = frozen_on_meta(spec)
+    of_vae, *of_text = (sum(p.numel() for p in part.parameters()) for part in (vae, *texts.values()))
     return of_vae, sum(of_text)
 
 

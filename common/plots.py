@@ -1,4 +1,4 @@
-"""Pictures of a run: the loss curve and the grid of samples."""
+"""Pictures of a run: the loss curve, the grid of samples, the pipeline's schedule."""
 
 import math
 import textwrap
@@ -7,6 +7,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from common.schedule import Span
 
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot as plt  # noqa: E402
@@ -49,3 +51,42 @@ def grid(pictures: list[np.ndarray], captions: list[str], path: Path, cell: int 
         lines = textwrap.wrap(caption, max(4, int(side / font.size * 1.75)))[:2]
         draw.text((x, y + side + 1), "\n".join(lines), fill="black", font=font, spacing=2)
     sheet.save(path)
+
+
+COLOURS = {"F": "#4c9be8", "B": "#f2a33c", "W": "#8cc474", "E": "#b9a0d8"}
+MEANINGS = {"F": "forward", "B": "backward, inputs", "W": "backward, weights", "E": "encoders, next step"}
+
+
+def schedule(planned: list[Span], real: list[Span], path: Path) -> None:
+    """schedule.png: a row for each stage, a bar for each operation with its micro-batch; the way up is paler."""
+    figure, axes = plt.subplots(2, 1, figsize=(12, 2 + 0.9 * (1 + max(s.rank for s in planned))), dpi=110)
+    for axis, spans, what in zip(axes, (planned, real), ("planned", "as it ran"), strict=True):
+        _gantt(axis, spans, what)
+    axes[0].set_xticks([])
+    axes[1].set_xlabel("milliseconds since the step began")
+    kinds = [kind for kind in COLOURS if any(s.op.kind == kind for s in planned)]
+    names = MEANINGS if "W" in kinds else MEANINGS | {"B": "backward"}
+    bars = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in kinds]
+    figure.legend(bars, [names[k] for k in kinds], ncols=len(kinds), loc="lower center", frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _gantt(axis, spans: list[Span], what: str) -> None:
+    stages, end = 1 + max(s.rank for s in spans), max(s.end for s in spans)
+    scale = 1000 if what != "planned" else 1
+    for span in spans:
+        width = span.end - span.start
+        alpha = 0.6 if span.op.chunk == "up" else 1.0
+        axis.barh(
+            span.rank, width * scale, left=span.start * scale, height=0.85, color=COLOURS[span.op.kind], alpha=alpha,
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+        if width > end / 90:
+            middle = (span.start + width / 2) * scale
+            axis.text(middle, span.rank, span.op.micro, ha="center", va="center", fontsize=7)
+    busy = [sum(s.end - s.start for s in spans if s.rank == r) / end for r in range(stages)]
+    axis.set_title(f"{what}: {sum(busy) / stages:.0%} busy ({', '.join(f'{b:.0%}' for b in busy)})", fontsize=10)
+    axis.set(yticks=range(stages), yticklabels=[f"stage {r}" for r in range(stages)], xlim=(0, end * scale))
+    axis.invert_yaxis()
