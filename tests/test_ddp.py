@@ -30,11 +30,60 @@ def alone(runs):
     return runs / "alone"
 
 
+RATE = (
+    "--lr",
+    "1e-3",
+    "--lr-schedule",
+    "cosine",
+    "--warmup",
+    "2",
+    "--steps",
+    "6",
+    "--sample-every",
+    "0",
+    "--no-export",
+)
+# ranks -> runs: (name, flags)
+RUNS = {
+    2: [
+        ("workers", (*SGD, "--micro-batch", "12", "--workers", "2")),
+        ("recomputed", (*SGD, "--micro-batch", "3", "--activations", "checkpoint")),
+        ("held-out", (*SGD, "--micro-batch", "12", "--val-every", "1")),
+        ("fp16", (*SGD, "--micro-batch", "12", "--precision", "fp16")),
+        ("bf16", (*SGD, "--micro-batch", "12", "--precision", "bf16", "--grad-compress", "bf16")),
+        ("rate", (*RATE, "--micro-batch", "1", "--accum", "3")),
+        ("straight", (*ADAM, "--save-every", "3")),
+        ("part", (*ADAM, "--save-every", "3", "--no-export")),
+    ],
+    3: [
+        ("plain", (*SGD, "--micro-batch", "8")),
+        ("rate", (*RATE, "--micro-batch", "2")),
+        ("straight", ADAM),
+        ("part", (*ADAM, "--save-every", "3", "--no-export")),
+    ],
+    4: [("accumulated", (*SGD, "--micro-batch", "2"))],
+}
+
+
 @pytest.fixture(scope="session")
-def straight(runs):
+def many(runs):
+    """The folder of a run; all runs of so many ranks share one start."""
+    started = set()
+
+    def get(ranks: int, name: str):
+        if ranks not in started:
+            started.add(ranks)
+            listed = [(f"{ranks}-{n}", flags) for n, flags in RUNS[ranks]]
+            trained(ranks, "ddp_train", json.dumps(listed), runs, script="tests/many_runs.py", cwd=runs, seconds=400)
+        return runs / f"{ranks}-{name}"
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def straight(many):
     """Six steps of AdamW with EMA on two ranks, with a checkpoint after three."""
-    trained(2, *ADAM, "--save-every", "3", "--out", runs / "straight", cwd=runs)
-    return runs / "straight"
+    return many(2, "straight")
 
 
 def assert_same_curve(a, b):
@@ -46,20 +95,9 @@ def assert_same_curve(a, b):
         assert (one[name] - other[name]).abs().max() <= 1e-5 * one[name].abs().max() + 1e-9, name
 
 
-@pytest.mark.parametrize(
-    "ranks, flags",
-    [
-        (2, ("--micro-batch", "12", "--workers", "2")),
-        (2, ("--micro-batch", "3", "--activations", "checkpoint")),
-        (3, ("--micro-batch", "8")),
-        (4, ("--micro-batch", "2")),
-    ],
-    ids=["2-ranks-with-workers", "2-ranks-4-micro-batches-recomputed", "3-ranks", "4-ranks-3-micro-batches"],
-)
-def test_every_split_follows_the_curve_of_one_process(runs, alone, ranks, flags):
-    out = runs / f"split-{ranks}-{flags[1]}"
-    trained(ranks, *SGD, *flags, "--out", out, cwd=runs)
-    assert_same_curve(alone, out)
+@pytest.mark.parametrize("ranks, name", [(2, "workers"), (2, "recomputed"), (3, "plain"), (4, "accumulated")])
+def test_every_split_follows_the_curve_of_one_process(alone, many, ranks, name):
+    assert_same_curve(alone, many(ranks, name))
 
 
 def test_the_weights_move(alone):
@@ -68,21 +106,17 @@ def test_the_weights_move(alone):
     assert all((before[n] - after[n]).abs().max() > 0 for n in after if n.endswith("conv1.weight"))
 
 
-def test_held_out_loss_does_not_depend_on_the_ranks_and_leaves_the_weights_alone(runs, alone):
-    out = runs / "held-out"
-    trained(2, *SGD, "--micro-batch", "12", "--val-every", "1", "--out", out, cwd=runs)
-    (one,), two = [r["val_loss"] for r in rows(alone) if "val_loss" in r], rows(out)[1]["val_loss"]
+def test_held_out_loss_does_not_depend_on_the_ranks_and_leaves_the_weights_alone(alone, many):
+    run = many(2, "held-out")
+    (one,), two = [r["val_loss"] for r in rows(alone) if "val_loss" in r], rows(run)[1]["val_loss"]
     assert two == pytest.approx(one, rel=1e-5)
-    assert_same_curve(alone, out)  # three validations against one changed nothing
+    assert_same_curve(alone, run)  # three validations against one changed nothing
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_resumed_run_ends_with_the_same_bits(runs, straight, ranks):
-    whole, part = (straight if ranks == 2 else runs / "whole"), runs / f"part-{ranks}"
-    if ranks != 2:
-        trained(ranks, *ADAM, "--out", whole, cwd=runs)
-    # Stopped as a crash stops it: three more steps were done, but the last checkpoint is of step 3.
-    trained(ranks, *ADAM, "--save-every", "3", "--no-export", "--out", part, cwd=runs)
+def test_a_resumed_run_ends_with_the_same_bits(runs, many, ranks):
+    """Stopped as a crash stops it: three more steps were done, but the last whole checkpoint is of step 3."""
+    whole, part = many(ranks, "straight"), many(ranks, "part")
     damaged = part / "checkpoint-6" / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:100])
     ended = trained(ranks, *ADAM, "--resume", "latest", "--out", part, cwd=runs)
@@ -138,37 +172,20 @@ def test_the_export_is_a_pipeline_that_draws(straight):
     assert {t.dtype for t in weights(straight).values()} == {torch.float32}
 
 
-def test_the_rate_is_the_same_for_every_split_and_ends_with_the_run(runs):
-    flags = (
-        "--lr",
-        "1e-3",
-        "--lr-schedule",
-        "cosine",
-        "--warmup",
-        "2",
-        "--steps",
-        "6",
-        "--sample-every",
-        "0",
-        "--no-export",
-    )
-    trained(1, *flags, "--micro-batch", "2", "--out", runs / "rate-1", cwd=runs)
-    trained(2, *flags, "--micro-batch", "1", "--accum", "3", "--out", runs / "rate-2", cwd=runs)
-    one, two = ([r["lr"] for r in rows(runs / f"rate-{n}")] for n in (1, 2))
-    assert one == two
-    assert one[:2] == [0.5e-3, 1e-3] and one[-1] < 0.2e-3
+def test_the_rate_is_the_same_for_every_split_and_ends_with_the_run(many):
+    two, three = ([r["lr"] for r in rows(many(n, "rate"))] for n in (2, 3))
+    assert two == three
+    assert two[:2] == [0.5e-3, 1e-3] and two[-1] < 0.2e-3
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_stays_near_fp32_and_masters_stay_fp32(runs, alone, precision):
-    out = runs / precision
-    more = ("--grad-compress", "bf16") if precision == "bf16" else ()
-    trained(2, *SGD, "--micro-batch", "12", "--precision", precision, *more, "--out", out, cwd=runs)
-    good = [r for r in rows(out) if not r["skipped"]]
+def test_half_precision_stays_near_fp32_and_masters_stay_fp32(alone, many, precision):
+    run = many(2, precision)
+    good = [r for r in rows(run) if not r["skipped"]]
     assert good, "every step was skipped"
     assert good[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=0.02)
-    assert rows(out)[0]["loss_scale"] == (65536 if precision == "fp16" else 1)
-    assert {t.dtype for t in weights(out).values()} == {torch.float32}
+    assert rows(run)[0]["loss_scale"] == (65536 if precision == "fp16" else 1)
+    assert {t.dtype for t in weights(run).values()} == {torch.float32}
 
 
 # ── A folder of pictures ─────────────────────────────────────────────────────────────────────────────────────────────

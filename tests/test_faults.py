@@ -34,6 +34,9 @@ def script(request):
     return request.param
 
 
+ONE = "ddp_train.py"  # for what the scripts hold word for word: one of them stands for all
+
+
 def broken(script: str, folder: Path, fault: str) -> Path:
     """A program that is `script` after `fault`, which knows RANK, and `happened()` to leave a mark that it came to pass."""
     program = folder / f"broken_{script}"
@@ -136,7 +139,7 @@ def same(one: dict, other: dict) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def late(script, tmp_path_factory):
+def late(tmp_path_factory):
     """One step, after which rank 0 takes longer than --timeout to save, to draw and to export: more by the 3 s that
     a rank which has lost another waits for its word. Begun before the other runs, because it sleeps most of the time.
     """
@@ -158,7 +161,7 @@ def late(script, tmp_path_factory):
     (folder / "prompts.txt").write_text("a red star\na blue star\n")
     process = start(
         2, *SMALL, "--steps", "1", "--save-every", "1", "--prompts", "prompts.txt", "--timeout", "10", "--out", folder / "a run",
-        script=broken(script, folder, slow), cwd=folder,
+        script=broken(ONE, folder, slow), cwd=folder,
     )  # fmt: skip
     yield process
     if process.poll() is None:
@@ -281,7 +284,7 @@ def test_out_of_memory_on_one_of_three_ranks_that_share_one_picture(script, tmp_
 
 
 # ── Saving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_disk_that_is_full_and_a_rank_killed_while_saving_leave_the_checkpoint_before(script, tmp_path):
+def test_a_disk_that_is_full_and_a_rank_killed_while_saving_leave_the_checkpoint_before(tmp_path):
     """Three lives of one run: its disk fills up, it is killed in the middle of saving, and it comes to its end."""
     run = tmp_path / "a run"
     flags = (*BRIEF, "--steps", "9000", "--save-every", "2", "--keep", "1", "--out", run)
@@ -293,7 +296,7 @@ def test_a_disk_that_is_full_and_a_rank_killed_while_saving_leave_the_checkpoint
                 happened()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
     """
-    ended = run_broken(script, dedent(BEFORE_STEP) + dedent(full), *flags, cwd=tmp_path)
+    ended = run_broken(ONE, dedent(BEFORE_STEP) + dedent(full), *flags, cwd=tmp_path)
     refused(ended, "rank 1, step 4")
     assert "File too large" in ended.errors[0] or "disk" in ended.errors[0]  # torch may bury the first under its own
     assert [step for step in checkpoint.steps_in(run) if checkpoint.is_whole(run / f"checkpoint-{step}")] == [2]
@@ -307,11 +310,11 @@ def test_a_disk_that_is_full_and_a_rank_killed_while_saving_leave_the_checkpoint
 
         checkpoint.seal = seal
     """
-    ended = run_broken(script, killed, *flags, "--resume", "latest", cwd=tmp_path)
+    ended = run_broken(ONE, killed, *flags, "--resume", "latest", cwd=tmp_path)
     refused(ended, "rank 0 died")
     assert checkpoint.steps_in(run) == [2] and checkpoint.is_whole(run / "checkpoint-2")
 
-    process = start(2, *flags, "--resume", "latest", script=script, cwd=tmp_path)
+    process = start(2, *flags, "--resume", "latest", script=ONE, cwd=tmp_path)
     wait_for_row(run, 7)
     (one,) = [pid for pid in children(process.pid) if rank_of(pid) == "1"]
     os.kill(one, signal.SIGUSR1)  # to one rank, and all end after the same step
@@ -324,12 +327,12 @@ def test_a_disk_that_is_full_and_a_rank_killed_while_saving_leave_the_checkpoint
 
 
 # ── Signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_ctrl_c_saves_and_leaves_no_process_even_of_those_that_read_pictures(script, tmp_path):
+def test_ctrl_c_saves_and_leaves_no_process_even_of_those_that_read_pictures(tmp_path):
     """A terminal sends SIGINT to torchrun's whole process group, and torchrun passes it on to the ranks."""
     data, run = pictures(tmp_path / "my pictures", ["a red star"] * 12), tmp_path / "a run"
     before = sorted(data.iterdir())
     process = start(2, *BRIEF, "--data", data, "--workers", "2", "--log-samples", "--save-every", "5000", "--steps", "9000",
-                    "--out", run, script=script, cwd=tmp_path)  # fmt: skip
+                    "--out", run, script=ONE, cwd=tmp_path)  # fmt: skip
     wait_for_row(run, 3)
     assert len(descendants(process.pid)) >= 2 + 2
     os.killpg(process.pid, signal.SIGINT)
@@ -354,7 +357,7 @@ def test_rank_0_may_work_longer_than_the_timeout_or_the_flag_is_named(late):
 
 
 # ── Refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_refused_run_leaves_no_folder(script, tmp_path):
+def test_a_refused_run_leaves_no_folder(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "cut.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     made = tmp_path / "made" / "checkpoint-1"
@@ -368,7 +371,7 @@ def test_a_refused_run_leaves_no_folder(script, tmp_path):
         (2, ("--out", "/sys/a run"), ["/sys/a run", "cannot be written"]),  # not even root may
     )
     before = sorted(tmp_path.rglob("*"))
-    runs = [start(ranks, *BRIEF, *flags, script=script, cwd=tmp_path) for ranks, flags, _ in refusals]
+    runs = [start(ranks, *BRIEF, *flags, script=ONE, cwd=tmp_path) for ranks, flags, _ in refusals]
     for process, (ranks, _, words) in zip(runs, refusals, strict=True):
         ended = end(process, 240)
         refused(ended, *words)

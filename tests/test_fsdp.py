@@ -67,7 +67,7 @@ def many(runs):
         if ranks not in started:
             started.add(ranks)
             listed = [(f"{ranks}-{n}", flags_of(ranks, n)) for n, _ in RUNS[ranks]]
-            trained(ranks, json.dumps(listed), runs, script="tests/fsdp_runs.py", cwd=runs, seconds=400)
+            trained(ranks, "fsdp_train", json.dumps(listed), runs, script="tests/many_runs.py", cwd=runs, seconds=400)
         return runs / f"{ranks}-{name}"
 
     return get

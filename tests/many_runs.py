@@ -1,10 +1,11 @@
-"""Many runs of fsdp_train.py after one start: under torchrun, with a list of (name, flags) as JSON and a folder for them.
+"""Many runs of ddp_train.py or fsdp_train.py after one start, under torchrun: SCRIPT [[NAME, FLAGS], …] FOLDER.
 
 Starting ranks takes longer than a run of three steps of `tiny`. Each run is built and carried out by the script's own
 functions; what is left out is the beginning of its `main`, the finding of the other ranks. What each rank sends is written
 beside the run.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import fsdp_train as script
 from common import models, shards
 from common.config import batch_of, parse
 from common.job import prepare
@@ -47,29 +47,36 @@ def watch(world) -> None:
                 setattr(dist, name, noted(kind, getattr(dist, name), whole))
 
 
-def carry_out(world, flags: list[str], out: Path) -> dict:
-    given = parse("fsdp", flags, world.rank)
+def carry_out(script, world, flags: list[str], out: Path) -> dict:
+    sharded = script.__name__ == "fsdp_train"
+    given = parse(script.__name__.removesuffix("_train"), flags, world.rank)
     shards.check_size(given.shard_size, world.world_size)
     spec = models.spec_of(given)
     job = prepare(given, spec, batch_of(given, world.world_size), False, world.local_world_size)
-    unet, frozen = models.empty_unet(spec), models.build_frozen(spec, job.config.seed)
-    run = script.build_run(world, job, unet, models.weights_of(unet, spec, job.config.seed), frozen)
-    held = sum(p.numel() for p in run.shards.values())
+    frozen = models.build_frozen(spec, job.config.seed)
+    if sharded:
+        unet = models.empty_unet(spec)
+        run = script.build_run(world, job, unet, models.weights_of(unet, spec, job.config.seed), frozen)
+        held = sum(p.numel() for p in run.shards.values())
+    else:
+        unet = models.build_unet(spec, job.config.seed, world.device)
+        run = script.build_run(world, job, unet, frozen)
+        held = sum(p.numel() for p in unet.parameters())
     ISSUED.clear()
     out.mkdir(exist_ok=True)
     script.carry_out(run, frozen, out, [])
-    same_memory = all(p.to_local().data_ptr() == run.shards[n].data_ptr() for n, p in run.unet.named_parameters())
-    return {"issued": ISSUED.copy(), "held": held, "same_memory": same_memory}
+    same = not sharded or all(p.to_local().data_ptr() == run.shards[n].data_ptr() for n, p in unet.named_parameters())
+    return {"issued": ISSUED.copy(), "held": held, "same_memory": same}
 
 
 def main() -> None:
-    runs, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    script, runs, folder = importlib.import_module(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     world = script.find_world()
     torch.set_num_threads(1)
     script.join(world, 120)
     watch(world)
     for name, flags in runs:
-        said = script.everyone_says(world, carry_out(world, flags, folder / name))
+        said = script.everyone_says(world, carry_out(script, world, flags, folder / name))
         if world.rank == 0:
             (folder / name / "ranks.json").write_text(json.dumps(said))
     dist.destroy_process_group()
