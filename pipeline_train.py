@@ -196,8 +196,12 @@ def wait_for(world: World, *keys: str, seconds: float = 600, ending: bool = Fals
     while not world.store.check(list(keys)):  # comm: store, poll
         if world.store.check(["failure"]):  # comm: store, poll
             raise Elsewhere
-        if not ending and (world.stop.is_set() or time.monotonic() > end):
-            raise ConnectionError("stopped while waiting for the other ranks to start")
+        if not ending and world.stop.is_set():
+            raise ConnectionError("told to stop while waiting for the other ranks to start")
+        if not ending and time.monotonic() > end:
+            raise ConnectionError(
+                f"the other ranks were not ready within {seconds:g} s: is one slow? use a longer --timeout"
+            )
         time.sleep(0.05)
 
 
@@ -257,7 +261,8 @@ def open_out(world: World, config: Config, script: str) -> Path:
         world.store.set("out", str(checkpoint.choose_out(config.out, script, config.resume)))  # comm: store, the folder
     wait_for(world, "out")
     out = Path(world.store.get("out").decode())  # comm: store, the folder
-    record_flights(out)
+    if world.device.type == "cuda":
+        record_flights(out)
     return out
 
 
