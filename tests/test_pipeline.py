@@ -86,6 +86,7 @@ def assert_same_curve(a, b):
         assert (one[name] - other[name]).abs().max() <= 1e-5 * one[name].abs().max() + 1e-9, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks, run", NAMED, ids=[name_of(*named) for named in NAMED])
 def test_every_cut_follows_the_curve_of_the_uncut_unet(alone, many, ranks, run):
     out = many(ranks, run)
