@@ -21,6 +21,7 @@ slots 0 4 8 …       1 5 9 …         2 6 10 …        3 7 11 …     of the 
 import contextlib
 import ctypes
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -172,18 +173,23 @@ def join(world: World, timeout: float) -> None:
 def wait_for(world: World, *keys: str, seconds: float = 600, ending: bool = False) -> None:
     """Wait until all `keys` are in the store; ends this rank if another fails meanwhile.
 
-    At the start, a signal and the end of `seconds` stop the waiting. Not with `ending`, for work that has to be finished
-    after a signal, too: then it is torchrun that ends this rank, half a minute after another one has died.
+    At the start, a signal and the end of `seconds` stop the waiting. With `ending`, for work that may take long and has
+    to be finished after a signal, too, there is no such end; but torchrun also sends the signal when another rank has
+    died, and would kill this one half a minute later, so then it waits no longer than 20 s.
     """
-    end = time.monotonic() + seconds
+    end = time.monotonic() + (math.inf if ending else seconds)
     while not world.store.check(list(keys)):  # comm: store, poll
         if world.store.check(["failure"]):  # comm: store, poll
             raise Elsewhere
-        if not ending and world.stop.is_set():
+        if world.stop.is_set() and not ending:
             raise ConnectionError("told to stop while waiting for the other ranks to start")
-        if not ending and time.monotonic() > end:
+        if world.stop.is_set():
+            end = min(end, time.monotonic() + 20)
+        if time.monotonic() > end:
+            if ending:
+                raise RuntimeError("remote process exited, or is too slow to end after a signal")
             raise ConnectionError(
-                f"the other ranks were not ready within {seconds:g} s: is one slow? use a longer --timeout"
+                f"the other ranks were not ready within {seconds:g} s; use a longer --timeout if one is slow"
             )
         time.sleep(0.05)
 
@@ -323,9 +329,11 @@ def fail(world: World, error: BaseException) -> NoReturn:
         if lost and not world.store.check(["failure"]):  # comm: store, nobody has confessed, so somebody died
             answers = [world.store.check([f"lost/{r}"]) for r in range(world.world_size)]  # comm: store, who answers
             silent = [r for r, answered in enumerate(answers) if not answered]
-            who = f"rank {', '.join(map(str, silent))} died without a word (killed? out of host memory? see dmesg)"
+            who = f"{'rank' if len(silent) == 1 else 'one of the ranks'} {', '.join(map(str, silent))}"
             if "imed out" in str(error):  # the connection to a dead rank is closed by its host, which is no time-out
-                who = f"rank {', '.join(map(str, silent))} did not come within --timeout: use a longer one if it only was busy"
+                who += " did not come within --timeout: use a longer one if it only was busy"
+            else:
+                who += " died without a word (killed? out of host memory? see dmesg)"
             line = f"{world.at}: {who if silent else f'the ranks lost each other ({first_line(error)}). {HANG}'}"
         mine = f"{world.rank} {code}"
         owner = world.store.compare_set("failure", "", mine).decode()  # comm: store, the first one speaks

@@ -25,20 +25,17 @@ def refused(ended, *words):
         assert word in ended.errors[0]
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
+def test_one_process_exits_with_2_and_says_what_would_work(tmp_path):
+    refusals = [
         (("--nonsense",), ["--nonsense"]),
         (("--data", "nowhere"), ["nowhere"]),
         (("--resume", "nowhere/checkpoint-3"), ["nowhere/checkpoint-3"]),
         (("--model", "nowhere"), ["--model nowhere"]),
-    ],
-    ids=lambda v: v[0].strip("-") if isinstance(v, tuple) else "",
-)
-def test_one_process_exits_with_2_and_says_what_would_work(tmp_path, flags, words):
-    ended = train(0, *flags, cwd=tmp_path)
-    refused(ended, *words)
-    assert ended.rc == 2
+    ]
+    for process, (_, words) in zip([start(0, *flags, cwd=tmp_path) for flags, _ in refusals], refusals, strict=True):
+        ended = end(process)
+        refused(ended, *words)
+        assert ended.rc == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -117,19 +114,17 @@ def test_latents_that_overflow_end_the_run_with_the_pictures_name(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_overwritten_and_a_broken_checkpoint_is_not_resumed(tmp_path):
     run = tmp_path / "run"
-    trained(1, *BRIEF, "--steps", "2", "--save-every", "1", "--keep", "1", "--out", run, cwd=tmp_path)
+    trained(0, *BRIEF, "--steps", "2", "--save-every", "1", "--keep", "1", "--out", run, cwd=tmp_path)
     assert [p.name for p in run.glob("checkpoint-*")] == ["checkpoint-2"]
-    refused(train(1, *BRIEF, "--steps", "2", "--out", run, cwd=tmp_path), "already holds a run", "--resume latest")
     shutil.copytree(run / "checkpoint-2", tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-2" / "__0_0.distcp").unlink()
-    refused(
-        train(1, *BRIEF, "--resume", tmp_path / "checkpoint-2", cwd=tmp_path), "checkpoint-2", "__0_0.distcp is missing"
-    )
-    refused(
-        train(1, "--resume", run / "checkpoint-2", "--prediction", "epsilon", cwd=tmp_path),
-        "--prediction",
-        "v_prediction",
-    )
+    refusals = [
+        ((*BRIEF, "--steps", "2", "--out", run), ["already holds a run", "--resume latest"]),
+        ((*BRIEF, "--resume", tmp_path / "checkpoint-2"), ["checkpoint-2", "__0_0.distcp is missing"]),
+        (("--resume", run / "checkpoint-2", "--prediction", "epsilon"), ["--prediction", "v_prediction"]),
+    ]
+    for process, (_, words) in zip([start(0, *flags, cwd=tmp_path) for flags, _ in refusals], refusals, strict=True):
+        refused(end(process), *words)
 
 
 # ── Who speaks, step by step, without processes ──────────────────────────────────────────────────────────────────────

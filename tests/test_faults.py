@@ -265,7 +265,7 @@ def test_the_error_of_one_rank_is_the_one_that_is_told(skipping):
     assert 'raise ValueError("the fault of rank 1")' in ended.err  # and where it came from
 
 
-def test_out_of_memory_on_one_of_three_ranks_that_share_one_picture(script, tmp_path):
+def test_out_of_memory_on_one_of_three_ranks_that_share_one_picture(tmp_path):
     fault = """
         import torch
 
@@ -276,7 +276,7 @@ def test_out_of_memory_on_one_of_three_ranks_that_share_one_picture(script, tmp_
     """
     data, run = pictures(tmp_path / "one picture", ["a red star"]), tmp_path / "a run"
     ended = run_broken(
-        script, dedent(BEFORE_STEP) + dedent(fault), *SMALL, "--sample-every", "0", "--no-export", "--data", data,
+        ONE, dedent(BEFORE_STEP) + dedent(fault), *SMALL, "--sample-every", "0", "--no-export", "--data", data,
         "--steps", "9000", "--out", run, ranks=3, cwd=tmp_path,
     )  # fmt: skip
     refused(ended, "rank 1, step 3", "out of GPU memory", "--micro-batch", "Tried to allocate 20.00 MiB")
