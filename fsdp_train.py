@@ -444,7 +444,7 @@ class Run:
 
 def whole_norm(run: Run) -> torch.Tensor:
     """Norm of the whole gradient from everybody's rows, 0-dim; the same on every rank."""
-    mine = nn.utils.get_total_norm([p.grad for p in run.shards.values() if p.grad is not None])
+    mine = nn.utils.get_total_norm([p.grad for p in run.shards.values()])
     square = mine.to(run.world.device, torch.float64) ** 2
     dist.all_reduce(square, group=run.mesh["shard"].get_group())  # comm: all-reduce, 8 B, every step
     return square.sqrt().float()

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from common import models, plan  # noqa: E402
 from common.config import batch_of, parse  # noqa: E402
+from common.folding import count_units  # noqa: E402
 from common.job import prepare  # noqa: E402
 
 WARM = 4  # steps that do not count
@@ -72,10 +73,7 @@ def measure(row: str, args: argparse.Namespace, folder: Path) -> dict:
     given = parse(script, flags)
     spec, batch = models.spec_of(given), batch_of(given, args.gpus)
     job = prepare(given, spec, batch, torch.cuda.is_available(), args.gpus)
-    work = plan.measure_work(
-        spec, job.config.resolution, args.micro_batch, job.config.precision, job.config.activations == "checkpoint",
-        script == "fsdp",
-    )  # fmt: skip
+    flops = sum(unit.total for unit in count_units(spec, job.config)[0])
     speed = statistics.median(r["samples_per_s"] for r in steps)
     return {
         "name": row,
@@ -84,9 +82,9 @@ def measure(row: str, args: argparse.Namespace, folder: Path) -> dict:
         "micro_batch": args.micro_batch,
         "images_per_s": speed,
         "images_per_s_per_gpu": speed / args.gpus,
-        "share_of_ceiling": speed / args.gpus * work.flops / args.ceiling,
+        "share_of_ceiling": speed / args.gpus * flops / args.ceiling,
         "peak_gib": max(r["max_mem_gib"] for r in steps),
-        "predicted_gib": sum(plan.memory_of(script, spec, job.config, batch, args.gpus, work).values()) / 2**30,
+        "predicted_gib": sum(plan.memory_of(script, spec, job.config, batch, args.gpus).values()) / 2**30,
         "loss": steps[-1]["loss"],
         "step_s": [r["step_s"] for r in steps],
     }

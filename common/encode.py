@@ -37,7 +37,8 @@ class Encoder:
         posterior_noise = batch["posterior_noise"].to(self.device, non_blocking=True)
         (moments,) = self._each(self._moments, batch["pixels"])
         text = self._each(self._text, batch["tokens"])
-        return put_together(moments, posterior_noise, text, batch["time_ids"].to(self.device), self.frozen.vae.config)
+        time_ids = batch["time_ids"].to(self.device, non_blocking=True)
+        return put_together(moments, posterior_noise, text, time_ids, self.frozen.vae.config)
 
     def _each(self, encode, values: torch.Tensor) -> list[torch.Tensor]:
         """`encode` the batch at once, or those of its samples that are not known yet, one by one."""

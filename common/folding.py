@@ -15,7 +15,7 @@ from common import cut, models
 from common.config import Batch, Config
 from common.cut import GIB, Fold, Memory, UnitCost
 from common.errors import UsageError
-from common.models import ModelSpec
+from common.models import TOKENS, ModelSpec
 from common.schedule import Op, Schedule, Step, build, check, messages, programs, simulate
 from common.units import (
     Carry,
@@ -30,7 +30,6 @@ from common.units import (
     wire,
 )
 
-TOKENS = 77
 # How much a rank may hold of the activations of P micro-batches: 1F1B just these, which is its point, zero bubble what
 # fits, because more room leaves fewer holes.
 ROOMS = {"1f1b": (1.0,), "zero-bubble": (2.0, 1.5, 1.0)}
@@ -100,17 +99,7 @@ class Templates:
 
     def inputs(self, size: int, height: int, width: int, dtype: torch.dtype = torch.float32) -> Carry:
         """What conv_in is given, as tensors of the right shape; to be called inside `mode`."""
-
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(size, *shape, dtype=dtype, device=self.device)
-
-        unet, added = self.spec.unet, None
-        if self.spec.is_xl:
-            pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
-            added = {"text_embeds": empty(pooled), "time_ids": empty(6)}
-        latents = empty(self.spec.latent_channels, height, width)
-        text = empty(TOKENS, unet["cross_attention_dim"])
-        return unet_carry(latents, empty(dtype=torch.int64), text, added_cond_kwargs=added)
+        return unet_carry(**models.empty_inputs(self.spec, size, height, width, dtype, self.device))
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────

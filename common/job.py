@@ -1,6 +1,7 @@
 """Everything about a run that can be known, and can be wrong, before a rank has spoken to another."""
 
 import dataclasses
+import functools
 import os
 import zlib
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Job:
     prompts: list[str]
     notes: list[str]  # to be said once
 
-    @property
+    @functools.cached_property
     def names(self) -> str:
         """Digest of the names of all samples: do two ranks, or a run and its checkpoint, see the same data?"""
         digest = 0

@@ -4,6 +4,7 @@ The UNet is trained. The VAE and the text encoders are frozen: they turn picture
 conditioning. Weights come from a diffusers folder (`--model`), from the shipped `tiny`, or from a seed.
 """
 
+import functools
 import hashlib
 import inspect
 import json
@@ -38,6 +39,7 @@ transformers.utils.logging.disable_progress_bar()  # eight ranks that load and s
 diffusers.utils.logging.disable_progress_bar()
 
 TINY = Path(__file__).parent / "tiny"
+TOKENS = 77  # of a caption, in all CLIP text encoders
 
 # ── Presets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Facts of the published configurations; everything not named is the default of diffusers and transformers.
@@ -205,7 +207,7 @@ class ModelSpec:
     def latent_channels(self) -> int:
         return self.unet["in_channels"]
 
-    @property
+    @functools.cached_property
     def architecture(self) -> str:
         """Digest of the UNet's parameter names and shapes: do weights of one run fit another?"""
         shapes = [(name, tuple(p.shape)) for name, p in empty_unet(self).named_parameters()]
@@ -216,6 +218,27 @@ def empty_unet(spec: ModelSpec) -> UNet2DConditionModel:
     """On the meta device: no memory, and no random numbers for weights that are overwritten at once."""
     with torch.device("meta"):
         return UNet2DConditionModel.from_config(spec.unet)
+
+
+def empty_inputs(
+    spec: ModelSpec, size: int, height: int, width: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, object]:
+    """Arguments of the UNet for latents [size, C, height, width], of the right shapes and with nothing in them: for
+    fake tensors, which find out what a pass needs."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(size, *shape, dtype=dtype, device=device)
+
+    unet, added = spec.unet, None
+    if spec.is_xl:
+        pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
+        added = {"text_embeds": empty(pooled), "time_ids": empty(6)}
+    return {
+        "sample": empty(spec.latent_channels, height, width),
+        "timestep": empty(dtype=torch.int64),
+        "encoder_hidden_states": empty(TOKENS, unet["cross_attention_dim"]),
+        "added_cond_kwargs": added,
+    }
 
 
 def parameter_count(spec: ModelSpec) -> int:

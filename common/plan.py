@@ -9,20 +9,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from common import models, shards
 from common.config import Batch, Config
+from common.cut import GIB
+from common.folding import count_units
 from common.job import Job
 from common.models import ModelSpec
+from common.units import fake_mode, fake_model
 
-GIB = 2**30
 BUCKET = 200 * 2**20  # of DDP
 
 
@@ -37,7 +38,7 @@ class Collective:
     message: int  # bytes of the whole tensor, all `count` together
     ranks: int  # in its group
     rounds: int  # (N-1)/N of the message are sent once, or twice for an all-reduce
-    hidden: str = "all"  # behind "all" of the computation, or only the "backward" pass, or "nothing"
+    hidden: str = "all"  # behind "all" of the computation, or only the "backward" pass
 
     @property
     def sent(self) -> int:
@@ -82,14 +83,6 @@ def critical_micro_batch(plan: list[Collective], flops: float, bandwidth: float,
 
 
 # ── What a step computes and holds ───────────────────────────────────────────────────────────────────────────────────
-@dataclass(frozen=True)
-class Work:
-    """Of one forward and backward pass."""
-
-    flops: float  # of one image, recomputation not counted
-    activations: int  # bytes at the worst moment, without weights and gradients
-
-
 class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that were made under it and are still alive, and the most there ever were."""
 
@@ -116,31 +109,28 @@ def _storages(values) -> list[torch.UntypedStorage]:
     return [v.untyped_storage() for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
 
 
-def measure_work(spec: ModelSpec, side: int, micro_batch: int, precision: str, recompute: bool, half: bool) -> Work:
-    """A pass over fake tensors: shapes and types are the real ones, nothing is computed or stored.
+def activation_bytes(spec: ModelSpec, config: Config, micro_batch: int, half: bool) -> int:
+    """Bytes at the worst moment of a forward and backward pass, without weights and gradients: a pass over fake tensors,
+    whose shapes and types are the real ones, but which computes and stores nothing.
 
     half: the weights come in `precision`, as FSDP gathers them, so that autocast makes no copies of its own.
     """
-    unet = models.empty_unet(spec).train()
-    if half:
-        nn.Module.to(unet, models.DTYPES[precision])
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        unet = unet.to_empty(device="cpu")
-        for p in unet.parameters():
+    side, precision, recompute = config.resolution, config.precision, config.activations == "checkpoint"
+    mode, device = fake_mode(), torch.device("cpu")
+    unet = fake_model(
+        UNet2DConditionModel, spec.unet, mode, device, models.DTYPES[precision] if half else torch.float32
+    )
+    with mode:
+        for p in unet.train().parameters():
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # counted elsewhere
         latent = side // spec.vae_factor
-        noisy = torch.empty(micro_batch, spec.latent_channels, latent, latent)
-        condition = {"encoder_hidden_states": torch.empty(micro_batch, 77, spec.unet["cross_attention_dim"])}
-        if spec.is_xl:
-            sizes = 6 * spec.unet["addition_time_embed_dim"]
-            pooled = torch.empty(micro_batch, spec.unet["projection_class_embeddings_input_dim"] - sizes)
-            condition["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": torch.empty(micro_batch, 6)}
+        inputs = models.empty_inputs(spec, micro_batch, latent, latent, torch.float32, device)
 
         def forward() -> torch.Tensor:
-            with models.autocast(precision, torch.device("cpu")), _norms_as_on_cuda():
-                return unet(noisy, torch.zeros(micro_batch, dtype=torch.long), **condition).sample
+            with models.autocast(precision, device), _norms_as_on_cuda():
+                return unet(**inputs).sample
 
-        with LiveBytes() as live, FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+        with LiveBytes() as live:
             block = _largest_block(unet, live)
             forward().float().square().mean().backward()
         activations = live.peak
@@ -149,7 +139,7 @@ def measure_work(spec: ModelSpec, side: int, micro_batch: int, precision: str, r
             with LiveBytes() as live:
                 out = forward()  # noqa: F841 - holds the graph, which holds the inputs
                 activations = max(live.peak, live.now + block[0])
-    return Work(counter.get_total_flops() / micro_batch, activations)
+    return activations
 
 
 @contextlib.contextmanager
@@ -183,12 +173,35 @@ def _largest_block(unet: nn.Module, live: LiveBytes) -> list[int]:
     return largest
 
 
-_CPU_ATTENTION = {  # which torch's counter does not know
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-    ),
-}
+@contextlib.contextmanager
+def _norms_as_on_cuda() -> Iterator[None]:
+    """Autocast computes norms in float32 on a GPU, and keeps what they take and give in float32; on a CPU it does not."""
+    group_norm, layer_norm = F.group_norm, F.layer_norm
+
+    def in_fp32(norm):
+        def call(x, *args, **kwargs):
+            args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
+            kwargs = {k: a.float() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+            with torch.autocast("cpu", enabled=False):
+                return norm(x.float(), *args, **kwargs)
+
+        return call
+
+    F.group_norm, F.layer_norm = in_fp32(group_norm), in_fp32(layer_norm)
+    try:
+        yield
+    finally:
+        F.group_norm, F.layer_norm = group_norm, layer_norm
+
+
+def _largest_block(unet: nn.Module, live: LiveBytes) -> list[int]:
+    """Filled by a forward pass: [bytes that the most expensive resnet or transformer block keeps for its backward pass]."""
+    largest, before = [0], []
+    for module in unet.modules():
+        if isinstance(module, ResnetBlock2D | BasicTransformerBlock):
+            module.register_forward_pre_hook(lambda *_: before.append(live.now))
+            module.register_forward_hook(lambda *_: largest.append(max(largest.pop(), live.now - before.pop())))
+    return largest
 
 
 def kept_bytes(parameters: int, config: Config) -> dict[str, int]:
@@ -202,15 +215,16 @@ def kept_bytes(parameters: int, config: Config) -> dict[str, int]:
     return {what: size * parameters for what, size in kept.items() if size}
 
 
-def memory_of(script: str, spec: ModelSpec, config: Config, batch: Batch, ranks: int, work: Work) -> dict[str, int]:
+def memory_of(script: str, spec: ModelSpec, config: Config, batch: Batch, ranks: int) -> dict[str, int]:
     """Bytes of a rank at the worst moment of a step, by what they are for."""
+    activations = activation_bytes(spec, config, batch.micro_batch, half=script == "fsdp")
     groups = shards.groups_of_spec(spec)
     parameters = sum(g.parameters for g in groups)
     vae, text = models.frozen_parameters(spec)
     half = models.DTYPES[config.precision].itemsize
     frozen = {"frozen": text * half + vae * (4 if config.precision == "fp16" else half)}
     if script == "ddp":
-        return kept_bytes(parameters, config) | frozen | {"activations": work.activations}
+        return kept_bytes(parameters, config) | frozen | {"activations": activations}
     size, item = config.shard_size or ranks, models.DTYPES[config.precision].itemsize
     kept = {} if config.offload else kept_bytes(sum(g.padded(size) for g in groups) // size, config)
     gradients = kept.pop("gradients", 0)  # are made as activations go
@@ -219,7 +233,7 @@ def memory_of(script: str, spec: ModelSpec, config: Config, batch: Batch, ranks:
     # of the backward pass, the gradients are there, and a group still has its weights, their gradients, and these as
     # float32 on their way into a reduce-scatter.
     gathered = groups if config.no_reshard else [g for g in groups if g.is_root] + groups[-2:]
-    forward = {"gathered": item * sum(g.padded(size) for g in gathered), "activations": work.activations}
+    forward = {"gathered": item * sum(g.padded(size) for g in gathered), "activations": activations}
     largest = max(g.padded(size) for g in groups)
     backward = {"gradients": gradients, "largest group": (2 * item + 4) * largest}
     return kept | frozen | whole | max(forward, backward, key=lambda moment: sum(moment.values()))
@@ -244,24 +258,18 @@ def describe(script: str, job: Job, ranks: int, bandwidth: float | None, rate: f
     config, batch, spec, samples = job.config, job.batch, job.spec, job.count
     groups = shards.groups_of_spec(spec)
     parameters = sum(g.parameters for g in groups)
-    work = measure_work(
-        spec,
-        config.resolution,
-        batch.micro_batch,
-        config.precision,
-        config.activations == "checkpoint",
-        script == "fsdp",
-    )
+    units, _ = count_units(spec, config)
+    flops = sum(unit.total for unit in units)
     plan = (
         ddp_collectives(parameters, config, ranks)
         if script == "ddp"
         else fsdp_collectives(groups, config, ranks, batch.accum)
     )
-    memory = memory_of(script, spec, config, batch, ranks, work)
+    memory = memory_of(script, spec, config, batch, ranks)
     steps = -(-samples // batch.global_batch)
     lines = [
         f"model      {spec.name}, UNet of {parameters:,} parameters, predicts {config.prediction}; "
-        f"{work.flops / 1e12:.4g} TFLOP per image, forward and backward",
+        f"{flops / 1e12:.4g} TFLOP per image, forward and backward",
         f"data       {config.data}: {samples} samples at {config.resolution} x {config.resolution}, {steps} steps per epoch",
         f"replicas   {batch.replicas}",
         f"batch      {batch}",
@@ -279,7 +287,7 @@ def describe(script: str, job: Job, ranks: int, bandwidth: float | None, rate: f
     if ranks == 1:
         return "\n".join(lines)
     if bandwidth and rate:
-        images = critical_micro_batch(plan, work.flops, 1e9 * bandwidth, 1e12 * rate)
+        images = critical_micro_batch(plan, flops, 1e9 * bandwidth, 1e12 * rate)
         here = batch.micro_batch * batch.accum
         verdict = "hides" if here >= images else "does not hide"
         lines.append(

@@ -10,9 +10,9 @@ from common import models
 from common.config import Batch, Config
 from common.deferred import WeightQueue, defer
 from common.encode import read_text
-from common.folding import TOKENS, Templates
+from common.folding import Templates
 from common.meters import moment, seconds
-from common.models import Frozen, ModelSpec
+from common.models import TOKENS, Frozen, ModelSpec
 from common.units import Carry, Unit, as_leaves, returning, unet_units, vae_encoder_units
 
 REPEATS = 5

@@ -27,7 +27,9 @@ RUNS = {
     2: [
         ("plain", ("--micro-batch", "12", *HELD)),
         ("accumulated", ("--micro-batch", "3", *HELD)),
-        ("no-reshard", ("--micro-batch", "6", "--no-reshard", *HELD)),
+        # Drawn with the average swapped in after step 2: nothing of it may stay gathered for step 3.
+        ("no-reshard", ("--micro-batch", "6", "--no-reshard", *HELD, "--sample-every", "2", "--prompts", "PROMPTS")),
+        ("drawn", ("--micro-batch", "12", *HELD, "--sample-every", "2", "--prompts", "PROMPTS")),
         ("offload", ("--micro-batch", "12", "--offload", *HELD)),
         ("recomputed", ("--micro-batch", "6", *RECOMPUTE, *HELD)),
         ("replicated", ("--micro-batch", "12", "--shard-size", "1", *HELD)),
@@ -66,7 +68,9 @@ def many(runs):
     def get(ranks: int, name: str):
         if ranks not in started:
             started.add(ranks)
+            (runs / "prompts.txt").write_text("a large red star\na small blue circle\na small red square\n")
             listed = [(f"{ranks}-{n}", flags_of(ranks, n)) for n, _ in RUNS[ranks]]
+            listed = [(n, [f.replace("PROMPTS", "prompts.txt") for f in flags]) for n, flags in listed]
             trained(ranks, "fsdp_train", json.dumps(listed), runs, script="tests/many_runs.py", cwd=runs, seconds=400)
         return runs / f"{ranks}-{name}"
 
