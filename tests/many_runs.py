@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from common import models, shards
 from common.config import batch_of, parse
@@ -37,6 +38,13 @@ def watch(world) -> None:
     def second(args, kwargs):
         return args[1] if len(args) > 1 else kwargs["input"]
 
+    whole_tensor = DTensor.full_tensor
+
+    def gathered(tensor, **more):
+        ISSUED.append((world.at, "full-tensor", tensor.numel() * tensor.element_size()))
+        return whole_tensor(tensor, **more)
+
+    DTensor.full_tensor = gathered  # goes by another way than the functions below
     for kind, names, whole in (
         ("all-gather", ("all_gather_into_tensor", "all_gather_single"), first),
         ("reduce-scatter", ("reduce_scatter_tensor", "reduce_scatter_single"), second),

@@ -27,9 +27,9 @@ RUNS = {
     2: [
         ("plain", ("--micro-batch", "12", *HELD)),
         ("accumulated", ("--micro-batch", "3", *HELD)),
+        ("no-reshard", ("--micro-batch", "6", "--no-reshard", *HELD)),
         # Drawn with the average swapped in after step 2: nothing of it may stay gathered for step 3.
-        ("no-reshard", ("--micro-batch", "6", "--no-reshard", *HELD, "--sample-every", "2", "--prompts", "PROMPTS")),
-        ("drawn", ("--micro-batch", "12", *HELD, "--sample-every", "2", "--prompts", "PROMPTS")),
+        ("drawn", ("--micro-batch", "12", "--no-reshard", *HELD, "--sample-every", "2", "--prompts", "PROMPTS")),
         ("offload", ("--micro-batch", "12", "--offload", *HELD)),
         ("recomputed", ("--micro-batch", "6", *RECOMPUTE, *HELD)),
         ("replicated", ("--micro-batch", "12", "--shard-size", "1", *HELD)),
@@ -132,8 +132,9 @@ def test_a_step_issues_the_collectives_of_the_plan(many, ranks, name):
 
 
 def test_saving_gathers_no_tensor(many):
-    """Steps that save and steps that do not issue the same collectives."""
+    """Steps that save and steps that do not issue the same collectives; only the export gathers whole tensors."""
     for rank in ranks_of(many(2, "straight")):
+        assert {at for at, kind, _ in rank["issued"] if kind == "full-tensor"} == {"export"}
         issued = [[(kind, size) for at, kind, size in rank["issued"] if at == f"step {n}"] for n in range(1, 6)]
         assert issued[1] == issued[2] == issued[3]  # a checkpoint followed step 3
 
