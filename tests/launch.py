@@ -9,9 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
+SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
 
 
 @dataclass
@@ -76,3 +78,13 @@ def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 def weights(run: Path, part: str = "unet") -> dict:
     return load_file(run / "pipeline" / part / "diffusion_pytorch_model.safetensors")
+
+
+def assert_same_curve(a: Path, b: Path) -> None:
+    """Loss, gradient norm and exported weights of two runs, as close as plain SGD keeps them."""
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in rows(a)], [r[key] for r in rows(b)], rtol=1e-5)
+    one, other = weights(a), weights(b)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name] - other[name]).abs().max() <= 1e-5 * one[name].abs().max() + 1e-9, name

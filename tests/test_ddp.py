@@ -12,22 +12,14 @@ from PIL import Image
 
 from common import models
 from common.config import Config
-from tests.launch import rows, train, trained, weights
+from tests.launch import SGD, assert_same_curve, rows, train, trained, weights
 
-SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
 ADAM = ("--lr", "1e-3", "--global-batch", "12", "--steps", "6", "--ema", "0.9", "--sample-every", "0", "--log-samples")
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("runs with a space")
-
-
-@pytest.fixture(scope="session")
-def alone(runs):
-    """The reference: one process without torchrun, 24 samples in one micro-batch."""
-    trained(0, *SGD, "--micro-batch", "24", "--val-every", "2", "--out", runs / "alone", cwd=runs)
-    return runs / "alone"
 
 
 RATE = (
@@ -84,15 +76,6 @@ def many(runs):
 def straight(many):
     """Six steps of AdamW with EMA on two ranks, with a checkpoint after three."""
     return many(2, "straight")
-
-
-def assert_same_curve(a, b):
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[key] for r in rows(a)], [r[key] for r in rows(b)], rtol=1e-5)
-    one, other = weights(a), weights(b)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert (one[name] - other[name]).abs().max() <= 1e-5 * one[name].abs().max() + 1e-9, name
 
 
 @pytest.mark.parametrize("ranks, name", [(2, "workers"), (2, "recomputed"), (3, "plain"), (4, "accumulated")])
@@ -189,20 +172,6 @@ def test_half_precision_stays_near_fp32_and_masters_stay_fp32(alone, many, preci
 
 
 # ── A folder of pictures ─────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """Ten pictures of which one is cut, so that the last step of an epoch of 4 + 4 + 2 has its own count."""
-    path = tmp_path_factory.mktemp("pictures of mine")
-    for i in range(10):
-        pixels = np.random.default_rng(i).integers(0, 255, (8, 12, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((96, 64)).save(path / f"{i}.png")
-    (path / "7.png").write_bytes((path / "7.png").read_bytes()[:-2000])
-    (path / "metadata.jsonl").write_text(
-        "".join(json.dumps({"file_name": f"{i}.png", "text": f"picture {i}"}) + "\n" for i in range(10))
-    )
-    return path
-
-
 def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, folder):
     flags = (
         "--data",

@@ -12,11 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import models, plan, shards
 from common.config import Config, batch_of, parse, with_recipe
 from common.errors import UsageError
-from tests.launch import rows, trained, weights
-from tests.test_ddp import assert_same_curve
+from tests.launch import SGD, assert_same_curve, rows, trained, weights
 
 FSDP = "fsdp_train.py"
-SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
 ADAM = ("--lr", "1e-3", "--global-batch", "12", "--ema", "0.9")
 HELD = ("--val-every", "2", "--ema", "0.9", "--clip", "0.5")
 RECOMPUTE = ("--activations", "checkpoint")

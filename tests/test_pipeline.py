@@ -14,11 +14,10 @@ from common.config import Config, batch_of, parse
 from common.errors import UsageError
 from common.folding import Templates, plan_fold, stages_of
 from common.job import prepare
-from tests.launch import rows, train, trained, weights
+from tests.launch import SGD, assert_same_curve, rows, train, trained, weights
 from tests.pipeline_models import small_sdxl_folder
 
 PIPELINE = "pipeline_train.py"
-SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
 ADAM = ("--lr", "1e-3", "--global-batch", "12", "--steps", "4", "--ema", "0.9", "--save-every", "2")
 # ranks -> runs: (stages, micro-batch, other flags). 24 samples: micro-batch 24 / replicas / M.
 ZERO, AHEAD, RECOMPUTE = ("--schedule", "zero-bubble"), ("--encode", "ahead"), ("--activations", "checkpoint")
@@ -50,13 +49,6 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def alone(runs):
-    """The reference: the whole UNet in one process, 24 samples in one micro-batch."""
-    trained(0, *SGD, "--micro-batch", "24", "--val-every", "2", "--out", runs / "alone", cwd=runs)
-    return runs / "alone"
-
-
-@pytest.fixture(scope="session")
 def many(runs):
     """All runs of so many ranks, after one start; returns the folder of one of them."""
     started = set()
@@ -75,15 +67,6 @@ def many(runs):
         return runs / (name_of(ranks, run) if run else "overflow")
 
     return get
-
-
-def assert_same_curve(a, b):
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[key] for r in rows(a)], [r[key] for r in rows(b)], rtol=1e-5)
-    one, other = weights(a), weights(b)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert (one[name] - other[name]).abs().max() <= 1e-5 * one[name].abs().max() + 1e-9, name
 
 
 @pytest.mark.long
@@ -206,10 +189,10 @@ def test_sdxl_cut_inside_its_stacks_follows_the_curve_of_the_whole(runs):
     assert_same_curve(runs / "sdxl-1", runs / "sdxl-3")
 
 
-def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, pictures):
+def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, folder):
     flags = (
         "--data",
-        pictures,
+        folder,
         "--optimizer",
         "sgd",
         "--lr",
@@ -227,20 +210,6 @@ def test_an_unreadable_picture_and_a_short_step_have_the_right_means(runs, pictu
     )
     assert_same_curve(runs / "pictures-1", runs / "pictures-2")
     assert two.err.count("7.png") == 1
-
-
-@pytest.fixture(scope="session")
-def pictures(tmp_path_factory):
-    """Ten pictures of which one is cut, so that the last step of an epoch of 4 + 4 + 2 has its own count."""
-    path = tmp_path_factory.mktemp("pictures")
-    for i in range(10):
-        pixels = np.random.default_rng(i).integers(0, 255, (8, 12, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((96, 64)).save(path / f"{i}.png")
-    (path / "7.png").write_bytes((path / "7.png").read_bytes()[:-2000])
-    (path / "metadata.jsonl").write_text(
-        "".join(json.dumps({"file_name": f"{i}.png", "text": f"picture {i}"}) + "\n" for i in range(10))
-    )
-    return path
 
 
 @pytest.mark.parametrize(
