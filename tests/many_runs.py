@@ -7,6 +7,7 @@ beside the run.
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def main() -> None:
         if world.rank == 0:
             (folder / name / "ranks.json").write_text(json.dumps(said))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as the scripts end, and for the same reason
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ functions; what is left out is the beginning of its `main`, the finding of the o
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def main() -> None:
         if world.rank == 0:
             (folder / name / "ranks.json").write_text(json.dumps(said))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as the scripts end, and for the same reason
 
 
 if __name__ == "__main__":
