@@ -13,7 +13,6 @@ import numpy as np
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
-SGD = ("--optimizer", "sgd", "--lr", "0.05", "--global-batch", "24", "--steps", "3", "--sample-every", "0")
 
 
 @dataclass
@@ -88,3 +87,30 @@ def assert_same_curve(a: Path, b: Path) -> None:
     assert one.keys() == other.keys()
     for name in one:
         assert (one[name] - other[name]).abs().max() <= 1e-5 * one[name].abs().max() + 1e-9, name
+
+
+def assert_near(one: dict, other: dict) -> None:
+    """Weights after AdamW, which makes tiny gradients into steps of the rate (1e-3): 0.3 of it is the tolerance."""
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name] - other[name]).abs().max() <= 0.3e-3, name
+
+
+def assert_goes_on(whole: Path, resumed: Path) -> None:
+    """A run that began at a checkpoint of `whole` follows its curve to the same weights and averages."""
+    after = rows(whole)[-len(rows(resumed)) :]
+    assert 0 < len(after) < len(rows(whole))
+    for key, rtol in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        np.testing.assert_allclose([r[key] for r in rows(resumed)], [r[key] for r in after], rtol=rtol)
+    for part in ("unet", "unet_raw"):
+        assert_near(weights(whole, part), weights(resumed, part))
+
+
+def ranks_of(run: Path) -> list[dict]:
+    """What each rank of a run of runs.py said, held and sent."""
+    return json.loads((run / "ranks.json").read_text())
+
+
+def said(run: Path) -> str:
+    """Everything that its ranks printed."""
+    return "".join(rank["out"] + rank["err"] for rank in ranks_of(run))

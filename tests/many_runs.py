@@ -1,34 +1,35 @@
-"""Many runs of ddp_train.py or fsdp_train.py after one start, under torchrun: SCRIPT [[NAME, FLAGS], …] FOLDER.
+"""Many runs of a script after one start, under torchrun or alone: SCRIPT [[NAME, FLAGS, LOSS SCALE or null], …] FOLDER.
 
-Starting ranks takes longer than a run of three steps of `tiny`. Each run is built and carried out by the script's own
-functions; what is left out is the beginning of its `main`, the finding of the other ranks. What each rank sends is written
-beside the run.
+Starting ranks takes longer than a run of three steps of `tiny`. Each run is the script's whole `main`, with a part of the
+store and a process group of its own. What a rank said, held and sent is noted beside the run, in NAME/ranks.json.
 """
 
+import contextlib
+import dataclasses
 import importlib
+import io
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from common import models, shards
-from common.config import batch_of, parse
-from common.job import prepare
+from common import folding, plots
 
 ISSUED: list[tuple[str, str, int]] = []  # (where the run was, kind, bytes of the whole message)
 
 
-def watch(world) -> None:
+def watch(where) -> None:
     """Note every tensor collective that Python issues, FSDP's among them."""
 
     def noted(kind, function, whole):
         def call(*args, **kwargs):
             tensor = whole(args, kwargs)
-            ISSUED.append((world.at, kind, tensor.numel() * tensor.element_size()))
+            ISSUED.append((where(), kind, tensor.numel() * tensor.element_size()))
             return function(*args, **kwargs)
 
         return call
@@ -42,7 +43,7 @@ def watch(world) -> None:
     whole_tensor = DTensor.full_tensor
 
     def gathered(tensor, **more):
-        ISSUED.append((world.at, "full-tensor", tensor.numel() * tensor.element_size()))
+        ISSUED.append((where(), "full-tensor", tensor.numel() * tensor.element_size()))
         return whole_tensor(tensor, **more)
 
     DTensor.full_tensor = gathered  # goes by another way than the functions below
@@ -56,39 +57,59 @@ def watch(world) -> None:
                 setattr(dist, name, noted(kind, getattr(dist, name), whole))
 
 
-def carry_out(script, world, flags: list[str], out: Path) -> dict:
-    sharded = script.__name__ == "fsdp_train"
-    given = parse(script.__name__.removesuffix("_train"), flags, world.rank)
-    shards.check_size(given.shard_size, world.world_size)
-    spec = models.spec_of(given)
-    job = prepare(given, spec, batch_of(given, world.world_size), False, world.local_world_size)
-    frozen = models.build_frozen(spec, job.config.seed)
-    if sharded:
-        unet = models.empty_unet(spec)
-        run = script.build_run(world, job, unet, models.weights_of(unet, spec, job.config.seed), frozen)
-        held = sum(p.numel() for p in run.shards.values())
-    else:
-        unet = models.build_unet(spec, job.config.seed, world.device)
-        run = script.build_run(world, job, unet, frozen)
-        held = sum(p.numel() for p in unet.parameters())
-    ISSUED.clear()
-    out.mkdir(exist_ok=True)
-    script.carry_out(run, frozen, out, [])
-    same = not sharded or all(p.to_local().data_ptr() == run.shards[n].data_ptr() for n, p in unet.named_parameters())
-    return {"issued": ISSUED.copy(), "held": held, "same_memory": same}
+def held_by(run) -> dict:
+    """What this rank keeps of a network, and what the strategy promises about it."""
+    mine = getattr(run, "shards", None)
+    if mine is not None:  # the optimizer's rows are the network's own memory
+        same = all(p.to_local().data_ptr() == mine[n].data_ptr() for n, p in run.unet.named_parameters())
+        return {"held": sum(p.numel() for p in mine.values()), "same_memory": same}
+    found = {"held": sum(p.numel() for p in run.unet.parameters() if not p.is_meta)}
+    if hasattr(run, "stage"):
+        found |= {"in_flight": run.stage.in_flight(), "sent": run.sent_bytes}
+    return found
 
 
 def main() -> None:
     script, runs, folder = importlib.import_module(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
-    world = script.find_world()
+    first = world = script.find_world()
     torch.set_num_threads(1)
-    script.join(world, 120)
-    watch(world)
-    for name, flags in runs:
-        said = script.everyone_says(world, carry_out(script, world, flags, folder / name))
+    if sys.argv[1] != "pipeline_train":
+        watch(lambda: world.at)
+    build, built = script.build_run, []
+
+    def build_run(*parts):
+        run = build(*parts)
+        if scale:
+            run.loss_scale.scale.fill_(scale)
+        built.append(run)
+        return run
+
+    script.build_run = build_run
+    count, counted = folding.count_units, {}
+
+    def count_units(spec, config):  # the same for all runs of a model
+        key = spec.name, config.precision, config.resolution
+        if key not in counted:
+            counted[key] = count(spec, config)
+        return counted[key]
+
+    folding.count_units = count_units
+    draw = plots.schedule
+    for name, flags, scale in runs:  # noqa: B007 - `build_run` reads it
+        world = dataclasses.replace(
+            first, store=dist.PrefixStore(name, first.store), stop=threading.Event(), at="start"
+        )
+        sys.argv[1:] = [*flags, "--out", str(folder / name)]
+        ISSUED.clear()
+        plots.schedule = draw if name.endswith("straight") else lambda *_: None  # takes longer than a step
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            script.main(world)
+        mine = held_by(built.pop()) | {"issued": ISSUED.copy(), "out": out.getvalue(), "err": err.getvalue()}
+        said = script.everyone_says(world, mine)
         if world.rank == 0:
             (folder / name / "ranks.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
+        dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # as the scripts end, and for the same reason
 

@@ -1,8 +1,5 @@
 """Sharding on real ranks: the curve and the weights of `ddp_train.py`, the collectives of the plan, shared checkpoints."""
 
-import json
-
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,81 +9,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import models, plan, shards
 from common.config import Config, batch_of, parse, with_recipe
 from common.errors import UsageError
-from tests.launch import SGD, assert_same_curve, rows, trained, weights
+from tests.launch import assert_goes_on, assert_same_curve, ranks_of, rows, weights
+from tests.runs import RUNS, flags_of
 
-FSDP = "fsdp_train.py"
-ADAM = ("--lr", "1e-3", "--global-batch", "12", "--ema", "0.9")
-HELD = ("--val-every", "2", "--ema", "0.9", "--clip", "0.5")
-RECOMPUTE = ("--activations", "checkpoint")
-STILL = ("--optimizer", "sgd", "--lr", "0", "--global-batch", "12", "--steps", "1", "--sample-every", "0")
-# ranks -> runs: (name, flags); all of SGD's runs follow one curve
-RUNS = {
-    1: [("whole", ("--micro-batch", "24", *HELD)), ("still", STILL)],
-    2: [
-        ("plain", ("--micro-batch", "12", *HELD)),
-        ("accumulated", ("--micro-batch", "3", *HELD)),
-        ("no-reshard", ("--micro-batch", "6", "--no-reshard", *HELD)),
-        # Drawn with the average swapped in after step 2: nothing of it may stay gathered for step 3.
-        ("drawn", ("--micro-batch", "12", "--no-reshard", *HELD, "--sample-every", "2", "--prompts", "PROMPTS")),
-        ("offload", ("--micro-batch", "12", "--offload", *HELD)),
-        ("recomputed", ("--micro-batch", "6", *RECOMPUTE, *HELD)),
-        ("replicated", ("--micro-batch", "12", "--shard-size", "1", *HELD)),
-        ("still", STILL),
-        ("straight", (*ADAM, "--steps", "6", "--save-every", "3")),
-        ("bf16", ("--micro-batch", "12", "--precision", "bf16")),
-    ],
-    3: [("uneven", ("--micro-batch", "4", *HELD)), ("still", STILL)],
-    4: [("hybrid", ("--micro-batch", "3", "--shard-size", "2", *HELD)), ("full", ("--micro-batch", "6", *HELD))],
-}
-CURVES = [(n, name) for n, runs in RUNS.items() for name, flags in runs if "--clip" in flags]
-
-
-def flags_of(ranks: int, name: str) -> list[str]:
-    own = dict(RUNS[ranks])[name]
-    return [*(() if "--global-batch" in own else SGD), *own]
+CURVES = [
+    (r, name) for (script, r), runs in RUNS.items() if script == "fsdp" for name, flags in runs if "--clip" in flags
+]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("shards")
-
-
-@pytest.fixture(scope="module")
-def alone(runs):
-    """The reference: the other script, in one process."""
-    trained(0, *SGD, "--micro-batch", "24", *HELD, "--out", runs / "alone", cwd=runs)
-    return runs / "alone"
-
-
-@pytest.fixture(scope="module")
-def many(runs):
-    """The folder of a run; all runs of so many ranks share one start."""
-    started = set()
-
-    def get(ranks: int, name: str):
-        if ranks not in started:
-            started.add(ranks)
-            (runs / "prompts.txt").write_text("a large red star\na small blue circle\na small red square\n")
-            listed = [(f"{ranks}-{n}", flags_of(ranks, n)) for n, _ in RUNS[ranks]]
-            listed = [(n, [f.replace("PROMPTS", "prompts.txt") for f in flags]) for n, flags in listed]
-            trained(ranks, "fsdp_train", json.dumps(listed), runs, script="tests/many_runs.py", cwd=runs, seconds=400)
-        return runs / f"{ranks}-{name}"
-
-    return get
-
-
-def ranks_of(run) -> list[dict]:
-    return json.loads((run / "ranks.json").read_text())
+def reference(many):
+    """The other script, in one process."""
+    return many("ddp", 0, "held")
 
 
 @pytest.mark.parametrize("ranks, name", CURVES)
-def test_every_way_to_shard_follows_the_curve_of_the_whole_network(alone, many, ranks, name):
-    run = many(ranks, name)
-    assert_same_curve(alone, run)
-    raw, other = weights(alone, "unet_raw"), weights(run, "unet_raw")
+def test_every_way_to_shard_follows_the_curve_of_the_whole_network(reference, many, ranks, name):
+    run = many("fsdp", ranks, name)
+    assert_same_curve(reference, run)
+    raw, other = weights(reference, "unet_raw"), weights(run, "unet_raw")
     for n in raw:
         assert (raw[n] - other[n]).abs().max() <= 1e-5 * raw[n].abs().max() + 1e-9, n
-    (one,), (two,) = ([r["val_loss"] for r in rows(folder) if "val_loss" in r] for folder in (alone, run))
+    (one,), (two,) = ([r["val_loss"] for r in rows(folder) if "val_loss" in r] for folder in (reference, run))
     assert two == pytest.approx(one, rel=1e-5)
     assert all(rank["same_memory"] for rank in ranks_of(run))
 
@@ -94,7 +38,7 @@ def test_every_way_to_shard_follows_the_curve_of_the_whole_network(alone, many, 
 def test_a_rank_holds_its_rows_and_no_more(many):
     total = models.parameter_count(models.spec_of(Config()))
     for ranks, name, copies in ((2, "plain", 1), (3, "uneven", 1), (4, "hybrid", 2)):
-        held = [rank["held"] for rank in ranks_of(many(ranks, name))]
+        held = [rank["held"] for rank in ranks_of(many("fsdp", ranks, name))]
         assert sum(held) == copies * total
         assert max(held) < 1.1 * copies * total / ranks
 
@@ -103,7 +47,7 @@ def test_a_rank_holds_its_rows_and_no_more(many):
 def test_the_weights_of_a_seed_are_the_same_bits_on_any_number_of_ranks(many, ranks):
     """A step with rate 0 exports what the run began with."""
     whole = models.build_unet(models.spec_of(Config()), 0, torch.device("cpu")).state_dict()
-    for name, tensor in weights(many(ranks, "still")).items():
+    for name, tensor in weights(many("fsdp", ranks, "still")).items():
         assert torch.equal(tensor, whole[name]), name
 
 
@@ -112,7 +56,7 @@ def test_the_weights_of_a_seed_are_the_same_bits_on_any_number_of_ranks(many, ra
     "ranks, name", [(2, "plain"), (2, "accumulated"), (2, "no-reshard"), (3, "uneven"), (4, "hybrid"), (4, "full")]
 )
 def test_a_step_issues_the_collectives_of_the_plan(many, ranks, name):
-    config = with_recipe(parse("fsdp", flags_of(ranks, name)))
+    config = with_recipe(parse("fsdp", flags_of("fsdp", ranks, name)))
     config = type(config)(**{**vars(config), "precision": "fp32"})
     groups = shards.groups_of_spec(models.spec_of(config))
     wanted: dict[str, list[int]] = {}
@@ -120,7 +64,7 @@ def test_a_step_issues_the_collectives_of_the_plan(many, ranks, name):
         count, message = wanted.get(c.kind, [0, 0])
         wanted[c.kind] = [count + c.count, message + c.message]
     wanted["all-reduce"] = [a + b for a, b in zip(wanted.get("all-reduce", [0, 0]), [1, 8], strict=True)]  # the norm
-    for rank in ranks_of(many(ranks, name)):
+    for rank in ranks_of(many("fsdp", ranks, name)):
         found: dict[str, list[int]] = {}
         for at, kind, size in rank["issued"]:
             if at == "step 3":  # the held-out loss came after step 2
@@ -131,48 +75,35 @@ def test_a_step_issues_the_collectives_of_the_plan(many, ranks, name):
 
 def test_saving_gathers_no_tensor(many):
     """Steps that save and steps that do not issue the same collectives; only the export gathers whole tensors."""
-    for rank in ranks_of(many(2, "straight")):
+    for rank in ranks_of(many("fsdp", 2, "straight")):
         assert {at for at, kind, _ in rank["issued"] if kind == "full-tensor"} == {"export"}
         issued = [[(kind, size) for at, kind, size in rank["issued"] if at == f"step {n}"] for n in range(1, 6)]
         assert issued[1] == issued[2] == issued[3]  # a checkpoint followed step 3
 
 
 # ── Checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_resumed_run_ends_with_the_same_bits(runs, many):
-    straight = many(2, "straight")
-    out = runs / "resumed"
-    trained(2, *ADAM, "--steps", "6", "--sample-every", "0", "--resume", straight / "checkpoint-3", "--out", out,
-            script=FSDP, cwd=runs)  # fmt: skip
+def test_a_resumed_run_ends_with_the_same_bits(many):
+    straight, resumed = many("fsdp", 2, "straight"), many("fsdp", 2, "resumed")
     for part in ("unet", "unet_raw"):
-        one, other = weights(straight, part), weights(out, part)
+        one, other = weights(straight, part), weights(resumed, part)
         assert all(torch.equal(one[n], other[n]) for n in one)
 
 
-@pytest.mark.parametrize("reader, ranks", [("ddp_train.py", 1), (FSDP, 3)], ids=["ddp-1", "fsdp-3"])
-def test_other_ranks_and_the_other_script_go_on_from_its_checkpoint(runs, many, reader, ranks):
-    straight, out = many(2, "straight"), runs / f"by-{reader}-{ranks}"
-    flags = (*ADAM, "--steps", "6", "--sample-every", "0", "--resume", straight / "checkpoint-3", "--out", out)
-    trained(ranks, *flags, script=reader, cwd=runs)
-    after = [r for r in rows(straight) if r["step"] > 3]
-    np.testing.assert_allclose([r["loss"] for r in rows(out)], [r["loss"] for r in after], rtol=1e-5)
-    np.testing.assert_allclose([r["grad_norm"] for r in rows(out)], [r["grad_norm"] for r in after], rtol=1e-4)
-    one, other = weights(straight), weights(out)
-    assert all((one[n] - other[n]).abs().max() <= 0.3e-3 for n in one)
+@pytest.mark.parametrize(
+    "name, script, ranks", [("after-2", "fsdp", 2), ("after-ddp", "ddp", 2), ("after-pipeline", "pipeline", 3)]
+)
+def test_three_ranks_go_on_from_a_checkpoint_of_two_and_of_the_other_scripts(many, name, script, ranks):
+    assert_goes_on(many(script, ranks, "straight"), many("fsdp", 3, name))
 
 
-def test_it_goes_on_from_a_checkpoint_of_the_other_script(runs, many):
-    straight = many(2, "straight")
-    flags = (*ADAM, "--sample-every", "0")
-    trained(2, *flags, "--steps", "3", "--save-every", "3", "--no-export", "--out", runs / "ddp", cwd=runs)
-    out = runs / "after-ddp"
-    trained(3, *flags, "--steps", "6", "--resume", runs / "ddp" / "checkpoint-3", "--out", out, script=FSDP, cwd=runs)
-    after = [r for r in rows(straight) if r["step"] > 3]
-    np.testing.assert_allclose([r["loss"] for r in rows(out)], [r["loss"] for r in after], rtol=1e-5)
+def test_a_model_folder_is_read_shard_by_shard_and_trains_as_the_whole(many):
+    """SDXL's structure, two text encoders, weights from safetensors."""
+    assert_same_curve(many("ddp", 0, "thin-sdxl"), many("fsdp", 2, "thin-sdxl"))
 
 
-def test_half_precision_stays_near_and_the_masters_stay_float32(alone, many):
-    run = many(2, "bf16")
-    assert rows(run)[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=0.02)
+def test_half_precision_stays_near_and_the_masters_stay_float32(reference, many):
+    run = many("fsdp", 2, "bf16")
+    assert rows(run)[0]["loss"] == pytest.approx(rows(reference)[0]["loss"], rel=0.02)
     assert {t.dtype for t in weights(run).values()} == {torch.float32}
 
 
