@@ -63,12 +63,20 @@ def measure(row: str, args: argparse.Namespace, folder: Path) -> dict:
         "--no-export", *(["--resolution", str(args.resolution)] if args.resolution else []), *flags,
     ]  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}", __file__]
-    ended = subprocess.run(
-        [*command, "--child", script, *flags, "--out", str(folder / "run")], capture_output=True, text=True
-    )
-    if ended.returncode:
-        print(ended.stdout[-2000:], ended.stderr[-4000:], sep="\n", file=sys.stderr)
-        return {"name": row, "error": next((x for x in ended.stderr.splitlines() if x.startswith("error:")), "failed")}
+    run = subprocess.Popen(
+        [*command, "--child", script, *flags, "--out", str(folder / "run")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = run.communicate(timeout=args.limit)
+    except subprocess.TimeoutExpired:
+        run.terminate()  # torchrun passes it on; the script writes its checkpoint or is killed 30 s later
+        out, err = run.communicate()
+        print(out[-2000:], err[-4000:], sep="\n", file=sys.stderr)
+        return {"name": row, "error": f"not done after {args.limit:g} s"}
+    if run.returncode:
+        print(out[-2000:], err[-4000:], sep="\n", file=sys.stderr)
+        return {"name": row, "error": next((x for x in err.splitlines() if x.startswith("error:")), "failed")}
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][WARM:]
     given = parse(script, flags)
     spec, batch = models.spec_of(given), batch_of(given, args.gpus)
@@ -98,6 +106,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--limit", type=float, help="seconds after which a row is given up")
     parser.add_argument("--name", default="strategies")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     args = parser.parse_args()
