@@ -868,6 +868,33 @@ def test_evidence_survives_a_block_boundary():
         assert result["findings"][0]["lines"][0]["line"] == filler.count("\n") + 3
 
 
+def test_a_line_that_differs_in_its_numbers_only_is_read_once(monkeypatch):
+    read, whole = [], nccl_log.feed
+    monkeypatch.setattr(nccl_log, "feed", lambda log, text, *more: read.append(text) or whole(log, text, *more))
+    steps = "".join(f"[rank{n % 2}]: step {n}: loss 0.{n:04}, memory 41 GiB\n" for n in range(1000, 3000))
+    result = diagnose(steps + "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    assert len(read) == 3, "one for each rank, and the error"
+    assert codes(result) == [("out-of-memory", "fail")] and result["ranks"] == 2
+
+
+def test_what_is_dull_elsewhere_ends_a_traceback():
+    """The same words say nothing alone and everything below a traceback, which a stranger's lines may interrupt."""
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    work()\n'
+    alone, between = "OddError: number 1 was odd\n", "step 1: loss 0.5\n" * 2 * nccl_log.FORCED
+    result = diagnose(alone * 3 + trace + between + "OddError: number 7 was odd\n")
+    assert codes(result) == [("rank-raised", "fail")] and "number 7 was odd" in result["findings"][0]["cause"]
+
+
+@pytest.mark.parametrize("path", sorted((HERE / "nccl").glob("*.log")), ids=lambda path: path.stem)
+def test_passing_over_dull_lines_changes_nothing(path, monkeypatch):
+    noise = [b"step %d: memory 3 GiB\n", b"[rank1]: error %d, again\n", b"OddError: %d\n", b"host      : h%d\n"]
+    lines = path.read_bytes().splitlines(keepends=True)
+    mixed = b"".join(noise[n % 4] % n + line for n, line in enumerate(lines))
+    quick = diagnose(("a.log", mixed))
+    monkeypatch.setattr(nccl_log, "shape_of", lambda raw: b"")
+    assert quick == diagnose(("a.log", mixed))
+
+
 def test_twenty_megabytes_take_seconds():
     text = (text_of("ok") + "[rank 0] step 1 loss 0.1234 img/s 92.4\n" * 3000).encode()
     data = text * (20_000_000 // len(text))

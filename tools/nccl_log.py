@@ -353,6 +353,8 @@ KEYS = [key.encode() for key in (  # only lines with one of these are looked at
 TOLD = tuple(word.encode() for word in (  # how the INFO messages begin that say something
     "Channel", "comm ", "ncclComm", "[Rank", "Bootstrap", "NET/IB", "Using network", "NCCL", *EVENTS
 ))  # fmt: skip
+STAMP = re.compile(rb"\[?\d{4}-\d\d-\d\d[T ][\d:.,+]+Z?\]? ")
+DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 # ── what is kept while reading ───────────────────────────────────────────────────────────────────────────────────────
@@ -456,6 +458,7 @@ class Log:
     watch: int = 0  # so many of the next lines are read whatever they hold
     heads: Table = field(default_factory=Table)  # text before " NCCL " -> what it says
     repeated: Table = field(default_factory=Table)
+    dull: set = field(default_factory=set)  # lines that say nothing, with every digit a zero
     seen: Table = field(default_factory=Table)  # a rule's code, an event, a version, a setting -> list of Seen
     count: Counter = field(default_factory=Counter)  # the same keys -> lines, kept or not
     after: Counter = field(default_factory=Counter)  # consequences
@@ -494,6 +497,10 @@ class Log:
 
     def versions(self):
         return sorted(key[1] for key in self.seen if key[0] == "version")
+
+    def in_the_middle(self):
+        """Of a traceback, a summary or a repeated warning: what the next line means depends on those before."""
+        return bool(self.traces or self.summaries or self.last_error)
 
     def setting(self, *names):
         """The lines in which NCCL printed these variables, if they are set to anything but 0."""
@@ -534,31 +541,47 @@ def read_block(log, block, name, number, cut):
     redraws, last = b"\r" in block, block.count(b"\n") + number
     for n, whole in enumerate(block.split(b"\n") if keys or log.watch else (), number):
         for raw in whole.split(b"\r") if redraws else (whole,):
+            shape = b""
             if log.watch:
                 log.watch -= 1
             elif (at := raw.find(b" NCCL INFO ")) >= 0 and raw.find(b"NCCL ", at + 11) < 0:
                 # Of no interest, or read before: every communicator prints the same lines again. Links over the network
                 # are read each time, since the same text may mean another peer.
-                if raw in log.repeated or not raw.startswith(TOLD, at + 11):
+                stamp = STAMP.match(raw)
+                once = raw[stamp.end() :] if stamp else raw
+                if once in log.repeated or not raw.startswith(TOLD, at + 11):
                     log.recognised = True
                     continue
                 if len(raw) < 300 and b" via NET/" not in raw:
-                    log.repeated[raw] = None
+                    log.repeated[once] = None
             else:
                 for key in keys:
                     if key in raw:
                         break
                 else:
                     continue
-            feed(log, raw[:LINE].decode("utf-8", "replace"), name, n, cut and n == last)
+                if (shape := shape_of(raw)) in log.dull and not log.in_the_middle():
+                    continue
+            told = feed(log, raw[:LINE].decode("utf-8", "replace"), name, n, cut and n == last)
+            if shape and not told and not log.in_the_middle() and len(raw) < 300:
+                if len(log.dull) >= LIMIT:
+                    log.dull.clear()
+                log.dull.add(shape)
+
+
+def shape_of(raw):
+    """A line with every digit a zero, which no rule minds: a line that a training loop prints each step is read once.
+    The rank in `[rank3]:` stays, because the ranks are counted."""
+    at = raw.find(b"]") + 1 if raw.startswith(b"[rank") else 0
+    return raw[:at] + raw[at:].translate(DIGITS)
 
 
 def feed(log, text, name, number, cut):
+    """False if the line says nothing, whatever its numbers are."""
     if not text.isprintable():
         text = ANSI.sub("", text)
     seen = Seen(name, number, text[:400])
-    if " NCCL " not in text or not nccl_line(log, text, seen, cut):
-        torch_line(log, text, seen)
+    return " NCCL " in text and nccl_line(log, text, seen, cut) or torch_line(log, text, seen)
 
 
 # ── NCCL's own lines ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -700,6 +723,7 @@ def split_tag(text):
 
 
 def torch_line(log, text, seen):
+    """False if nothing is in it. True also for a rank in a tag that `shape_of` does not keep."""
     tag, rank, rest = split_tag(text)
     seen, stream = seen._replace(who=Who(rank=rank, tag=tag)), (seen.file, tag)
     if rank is not None:
@@ -711,8 +735,8 @@ def torch_line(log, text, seen):
         pass
     elif "%|" in text:
         log.bars[tag] = seen
-    elif log.last_error.get(stream) and warning(log, rest, seen):
-        log.last_error[stream] = 0
+    elif stream in log.last_error and warning(log, rest, seen):
+        del log.last_error[stream]
     elif "Last error:" in text:  # PyTorch repeats NCCL's warning in one of the next two lines
         log.last_error[stream], log.watch = 2, max(log.watch, 2)
     elif text.startswith(("This is usually caused by", "Disable NVLS")):  # NCCL's only warning of three lines
@@ -724,10 +748,15 @@ def torch_line(log, text, seen):
         log.traces[stream] = ["", ""]
         traceback_line(log, stream, rest, seen)
     else:
-        log.last_error[stream] = max(0, log.last_error.get(stream, 0) - 1)
+        if stream in log.last_error:
+            log.last_error[stream] -= 1
+            if not log.last_error[stream]:
+                del log.last_error[stream]
         log.recognised |= any(word in text for word in ("torch/distributed", "torch.distributed", "ProcessGroup"))
-        version_in(log, text, seen, Who(rank=0))  # alone in its line it is rank 0's, up to 2.21
-        _ = count_consequence(log, text) or error_line(log, rest, seen)
+        version = version_in(log, text, seen, Who(rank=0))  # alone in its line it is rank 0's, up to 2.21
+        told = count_consequence(log, text) or error_line(log, rest, seen)
+        return version or told or rank is not None and not text.startswith("[rank")
+    return True
 
 
 def version_in(log, text, seen, who):
@@ -735,6 +764,7 @@ def version_in(log, text, seen, who):
     if match := VERSION.search(text):
         log.recognised = True
         log.see(("version", match[1]), seen, who=seen.who if seen.who.rank is not None else who)
+    return match is not None
 
 
 def count_consequence(log, text):
