@@ -17,6 +17,7 @@ balance almost equally well takes the one with the fewest bytes on the wire.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -253,13 +254,16 @@ def fold(
     memory: Memory | None = None,
     limit: float = float("inf"),
     slack: float = 0.002,
+    extra: list[float] | None = None,
+    taken: list[float] | None = None,
 ) -> Fold:
     """The best fold into this many stages.
 
     First the smallest possible cost of the slowest stage, then, among folds at most `slack` worse, the one with the
-    fewest bytes on the wire. Both are shortest paths through the pairs, from the outside in.
+    fewest bytes on the wire. Both are shortest paths through the pairs, from the outside in. `extra` is what else each
+    stage does for a sample (its encoders), in the units of `costs`, and `taken` how many bytes else are there.
     """
-    memory = memory or Memory()
+    memory, extra, taken = memory or Memory(), extra or [0.0] * stages, taken or [0.0] * stages
     largest = most_stages(costs)
     if not 1 <= stages <= largest:
         raise UsageError(
@@ -267,63 +271,66 @@ def fold(
         )
     pairs = mirror_pairs(costs)
     weigh = _Weigh(costs, pairs, stages, memory)
-    fits = weigh.memory <= limit
-    slowest, _ = _path(np.where(fits, weigh.cost, np.inf), np.maximum, stages)
+    fits = [weigh.memory + bytes_taken <= limit for bytes_taken in taken]
+    slowest, _ = _path(lambda k: np.where(fits[k], weigh.cost + extra[k], np.inf), np.maximum, stages)
     if not np.isfinite(slowest):
-        least, _ = _path(weigh.memory, np.maximum, stages)
+        least, _ = _path(lambda k: weigh.memory + taken[k], np.maximum, stages)
         raise UsageError(
             f"no fold into {stages} stages fits {limit / GIB:.1f} GiB a rank: the best needs {least / GIB:.1f} GiB. "
             "Use more stages, a smaller --micro-batch, or --activations checkpoint"
         )
-    good = fits & (weigh.cost <= slowest * (1 + slack))
-    _, path = _path(np.where(good, weigh.wire, np.inf), np.add, stages)
-    cuts = [pairs[i - 1] for i in path]
+    good = [fits[k] & (weigh.cost + extra[k] <= slowest * (1 + slack)) for k in range(stages)]
+    _, path = _path(lambda k: np.where(good[k], weigh.wire, np.inf), np.add, stages)
+    cuts = [pairs[i - 1] for i in path[1:-1]]
     return _with_turn(costs, [0] + [d for d, _ in cuts], [len(costs)] + [u for _, u in cuts])
 
 
 class _Weigh:
-    """[i, j]: what the stage between pair i and pair j costs, needs and sends.
+    """[i, j]: what the stage between pair i and pair j costs, needs and sends; infinite where there can be none.
 
-    Row and column 0 stand for the outside (before conv_in, after conv_out), the last column for the inside: the stage
-    that turns. So [0, last] is the whole UNet on one rank.
+    The first node stands for the outside (before conv_in, after conv_out), the last for the inside, to which only the
+    stage that turns leads. So [first, last] is the whole UNet on one rank.
     """
 
     def __init__(self, costs: list[UnitCost], pairs: list[tuple[int, int]], stages: int, memory: Memory):
         self.d = np.array([0] + [d for d, _ in pairs])
         self.u = np.array([len(costs)] + [u for _, u in pairs])
-        inside = _inside(list(zip(self.d, self.u, strict=True)))
-        self.allowed = np.concatenate([inside, np.ones((len(self.d), 1), dtype=bool)], axis=1)
+        self.inside = _inside(list(zip(self.d, self.u, strict=True)))
         self.cost = self._between([c.total for c in costs])
         self.memory = self._between([memory.of_unit(c, stages) for c in costs]) + memory.base(costs)
-        crossing = np.array([costs[d].down_wire + costs[u].up_wire for d, u in pairs])
-        self.wire = np.where(self.allowed, np.concatenate([[0], crossing, [0]])[None], np.inf)
+        crossing = np.array([0, *(costs[d].down_wire + costs[u].up_wire for d, u in pairs)])
+        self.wire = self._nodes(np.broadcast_to(crossing, self.inside.shape), np.zeros(len(crossing)))
 
     def _between(self, values: list[float]) -> np.ndarray:
         before = np.concatenate([[0.0], np.cumsum(values)])
         down, up = before[self.d], before[self.u]
-        stage = (down[None] - down[:, None]) + (up[:, None] - up[None])
-        turning = (up - down)[:, None]
-        return np.where(self.allowed, np.concatenate([stage, turning], axis=1), np.inf)
+        return self._nodes((down[None] - down[:, None]) + (up[:, None] - up[None]), up - down)
+
+    def _nodes(self, stage: np.ndarray, turning: np.ndarray) -> np.ndarray:
+        size = len(turning) + 1
+        weight = np.full((size, size), np.inf)
+        weight[:-1, :-1] = np.where(self.inside, stage, np.inf)
+        weight[:-1, -1] = turning
+        return weight
 
 
-def _path(weight: np.ndarray, join: Callable, stages: int) -> tuple[float, list[int]]:
-    """The best path of so many steps from node 0 to the last column; steps are joined by maximum or sum.
+def _path(weight: Callable[[int], np.ndarray], join: Callable, steps: int) -> tuple[float, list[int]]:
+    """The best path of so many steps from the first node to the last.
 
-    Returns the path's weight and the nodes between, numbered as in `weight`.
+    `weight(k)` is what the k-th step weighs, [from, to]; steps are joined by maximum or sum. Returns the path's weight
+    and its steps + 1 nodes.
     """
-    nodes = len(weight)
-    best, came = np.full(nodes, np.inf), []
+    size = len(weight(0))
+    best, came = np.full(size, np.inf), []
     best[0] = 0.0
-    for _ in range(stages - 1):
-        options = join(best[:, None], weight[:, :nodes])
+    for k in range(steps):
+        options = join(best[:, None], weight(k))
         came.append(options.argmin(axis=0))
         best = options.min(axis=0)
-    closing = join(best, weight[:, nodes])
-    node = int(closing.argmin())
-    path = [node]
+    path = [size - 1]
     for previous in reversed(came):
         path.append(int(previous[path[-1]]))
-    return float(closing[node]), path[::-1][1:]
+    return float(best[-1]), path[::-1]
 
 
 def _with_turn(costs: list[UnitCost], down: list[int], up: list[int]) -> Fold:
@@ -353,36 +360,41 @@ def encoder_cut(
     cost = before[None] - before[:, None]
     cost = np.where(cost >= 0, cost, np.inf)
     crossing = np.array([c.sample for c in costs] + [0.0])
-    slowest = _split(lambda k: cost + extra[k], np.maximum, stages)[0]
+    slowest = _path(lambda k: cost + extra[k], np.maximum, stages)[0]
     good = [cost + extra[k] <= slowest * (1 + slack) for k in range(stages)]
     # What a rank takes in, it had to be sent; the first takes pixels from its own loader.
     sent = [np.where(good[k], crossing[:, None] if k else 0.0, np.inf) for k in range(stages)]
-    cuts = _split(lambda k: sent[k], np.add, stages)[1]
+    cuts = _path(lambda k: sent[k], np.add, stages)[1]
     return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)][::-1]
 
 
-def _split(weight: Callable[[int], np.ndarray], join: Callable, parts: int) -> tuple[float, list[int]]:
-    """Cut a line into parts so that the parts' weights [from, to], joined by maximum or sum, are least."""
-    size = len(weight(0))
-    best, came = np.full(size, np.inf), []
-    best[0] = 0.0
-    for k in range(parts):
-        options = join(best[:, None], weight(k))
-        came.append(options.argmin(axis=0))
-        best = options.min(axis=0)
-    cuts = [size - 1]
-    for previous in reversed(came):
-        cuts.append(int(previous[cuts[-1]]))
-    return float(best[-1]), cuts[::-1]
+def place_encoders(
+    vae: list[UnitCost],
+    text_costs: list[float],
+    text_bytes: list[float],
+    load: list[float],
+    used: list[float],
+    vae_slack: float,
+    slack: float = 0.005,
+) -> tuple[list[range], list[int]]:
+    """The VAE's units of each rank, as `encoder_cut` says, and a rank for each text encoder.
 
-
-def place_text_encoders(sizes: dict[str, float], used: list[float]) -> dict[str, int]:
-    """A rank for each text encoder (sizes and used memory in bytes): the largest first, to the rank with most room."""
-    used, places = list(used), {}
-    for name in sorted(sizes, key=lambda n: -sizes[n]):
-        places[name] = min(range(len(used)), key=lambda r: used[r])
-        used[places[name]] += sizes[name]
-    return places
+    `load` and `used`: what else each rank does for a sample, and its bytes. Of all placements of the text encoders, of
+    which there are at most two, those count whose slowest rank is at most `slack` worse than the best; of these the one
+    whose fullest ranks are the least full.
+    """
+    stages, tried = len(load), []
+    for places in product(range(stages), repeat=len(text_costs)):
+        extra, full = list(load), list(used)
+        for at, cost, size in zip(places, text_costs, text_bytes, strict=True):
+            extra[at] += cost
+            full[at] += size
+        units = encoder_cut(vae, stages, extra, vae_slack)
+        slowest = max(e + _total(vae[i] for i in part) for e, part in zip(extra, units, strict=True))
+        tried.append((slowest, sorted(full, reverse=True), units, list(places)))
+    good = (1 + slack) * min(slowest for slowest, *_ in tried)
+    _, _, units, places = min((t for t in tried if t[0] <= good), key=lambda t: (t[1], t[0]))
+    return units, places
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ flags ─► unit costs ─► fold ─► encoders ─► schedule          no 
 """
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -65,19 +66,24 @@ class Templates:
         self.spec, self.precision, self.device = spec, precision, device
         self.vae_dtype = torch.bfloat16 if precision == "bf16" else torch.float32  # the VAE never runs in fp16
         self.mode = fake_mode()
-        self.unet_units = unet_units(fake_model(UNet2DConditionModel, spec.unet, self.mode, device))
         vae, texts = models.frozen_on_meta(spec)
         self.text_configs = [text.config for text in texts.values()]
         vae = fake_model(AutoencoderKL, vae.config, self.mode, device, self.vae_dtype)
         self.vae_units = vae_encoder_units(vae.requires_grad_(False))
         self._known: dict[tuple, list[Carry]] = {}
 
+    @functools.cached_property
+    def unet_units(self) -> list[Unit]:
+        """Made at the first use, which is outside `mode`: the plan alone needs the VAE's only."""
+        return unet_units(fake_model(UNet2DConditionModel, self.spec.unet, self.mode, self.device))
+
     def unet(self, size: int, height: int, width: int) -> list[Carry]:
         """The carries before each unit for a micro-batch of latents [size, C, height, width], on `meta`."""
         key = "unet", size, height, width
         if key not in self._known:
+            units = self.unet_units
             with self.mode, torch.no_grad(), models.autocast(self.precision, self.device):
-                self._known[key] = probe(self.unet_units, self.inputs(size, height, width))
+                self._known[key] = probe(units, self.inputs(size, height, width))
         return self._known[key]
 
     def vae(self, size: int, height: int, width: int) -> list[Carry]:
@@ -106,6 +112,20 @@ class Templates:
 
 
 @dataclass(frozen=True)
+class Encoders:
+    """Who holds what of the frozen encoders, and what that takes on each stage."""
+
+    vae: list[range]  # units of the VAE's encoder, of each stage
+    text: dict[str, int]  # text encoder -> stage, in the order in which they are numbered
+    cost: list[float]  # for a sample, in the units of the UNet's costs
+    bytes: list[float]  # weights, and what is there at once while a micro-batch is encoded
+
+    def texts_of(self, stage: int) -> list[int]:
+        """The text encoders of a stage, by number."""
+        return [i for i, place in enumerate(self.text.values()) if place == stage]
+
+
+@dataclass(frozen=True)
 class Folding:
     """The cut of UNet and encoders, and the schedules that go with it."""
 
@@ -114,10 +134,7 @@ class Folding:
     costs: list[UnitCost]
     cut: Fold
     memory: Memory
-    vae: list[range]  # encoder units of each stage
-    encode: list[float]  # cost of the encoders of each stage
-    text: dict[str, int]  # text encoder -> stage
-    frozen_bytes: list[float]  # of the encoders of each stage
+    encoders: Encoders
     shapes: list[dict[str, torch.Size]]  # parameters of each stage, by name
     _made: dict = field(default_factory=dict)
 
@@ -125,16 +142,12 @@ class Folding:
     def stages(self) -> int:
         return self.cut.stages
 
-    def texts_of(self, stage: int) -> list[int]:
-        """The text encoders of a stage, by number."""
-        return [i for i, place in enumerate(self.text.values()) if place == stage]
-
     def schedule_for(self, kind: str, micro_batches: int, encode: str | None = None) -> Schedule:
         """The quickest schedule that memory allows; `encode` as in `schedule.build`."""
         key = kind, micro_batches, encode
         if key not in self._made:
             recompute = self.config.activations == "checkpoint"
-            costs = cut.schedule_costs(self.costs, self.cut, self.encode, recompute=recompute)
+            costs = cut.schedule_costs(self.costs, self.cut, self.encoders.cost, recompute=recompute)
             rooms = [r for r in ROOMS[self.config.schedule] if r <= self.memory.room]
             made = [build(kind, self.stages, micro_batches, costs, encode, room) for room in rooms]
             self._made[key] = min(made, key=lambda s: simulate(s).makespan)
@@ -156,8 +169,8 @@ class Folding:
     ) -> dict[str, tuple]:
         """Name -> (shape, dtype) of what a neighbour sends to `stage` for `op`; sizes are (micro-batch, height, width)."""
         if op.kind == "E":
-            sample = templates.vae(*pictures)[self.vae[stage].start].sample
-            texts = [i for above in range(self.stages - 1, stage, -1) for i in self.texts_of(above)]
+            sample = templates.vae(*pictures)[self.encoders.vae[stage].start].sample
+            texts = [i for above in range(self.stages - 1, stage, -1) for i in self.encoders.texts_of(above)]
             shapes = [templates.text(i, pictures[0]) for i in texts]
             return {"sample": (tuple(sample.shape), sample.dtype)} | {n: s for each in shapes for n, s in each.items()}
         place = self.cut.down[stage] if op.chunk == "down" else self.cut.up[stage + 1]
@@ -177,20 +190,23 @@ class Folding:
         return sent
 
     def balance(self) -> str:
-        """Each stage's share of the UNet, in words."""
+        """How evenly the work is shared, in words: with --encode online, which balances them together, the encoders' too."""
         rows = cut.plan(self.costs, self.cut, self.memory)
-        shares = ", ".join(f"{row.cost_share:.1%}" for row in rows)
-        return f"stages of {shares}, slowest over mean {cut.imbalance(rows):.3f}"
+        unet, words = sum(c.total for c in self.costs), "the UNet's work"
+        work = [row.cost_share * unet for row in rows]
+        if self.config.encode == "online":
+            work, words = [w + e for w, e in zip(work, self.encoders.cost, strict=True)], "the UNet's and encoders' work"
+        shares = ", ".join(f"{w / sum(work):.1%}" for w in work)
+        return f"{shares} of {words}, slowest over mean {max(work) / sum(work) * self.stages:.3f}"
 
     def describe(self, spec: ModelSpec, samples: int, bandwidth: float | None = None, rate: float | None = None) -> str:
         """What --dry-run prints. bandwidth in GB/s and rate in TFLOP/s, None for unknown: then messages cost nothing."""
         config, made = self.config, self.step()
         check(made)
+        unet = cut.plan(self.costs, self.cut, self.memory, self.encoders.vae, self.encoders.text)
         rows = [
             dataclasses.replace(row, memory=row.memory + frozen)
-            for row, frozen in zip(
-                cut.plan(self.costs, self.cut, self.memory, self.vae, self.text), self.frozen_bytes, strict=True
-            )
+            for row, frozen in zip(unet, self.encoders.bytes, strict=True)
         ]
         sent = self.sent_bytes(Templates(spec, config.precision, torch.device("cpu")), made)
         parameters, replicas = sum(row.parameters for row in rows), self.batch.replicas
@@ -203,7 +219,7 @@ class Folding:
         lines = [
             f"model      {spec.name}, UNet of {parameters:,} parameters, predicts {config.prediction}; "
             f"{sum(c.total for c in self.costs) / 1e12:.3f} TFLOP per image, forward and backward, and "
-            f"{sum(self.encode) / 1e12:.3f} to encode it",
+            f"{sum(self.encoders.cost) / 1e12:.3f} to encode it",
             f"data       {config.data}: {samples} samples at {config.resolution} x {config.resolution}, "
             f"{-(-samples // self.batch.global_batch)} steps per epoch",
             f"stages     {self.stages}, {replicas} replicas; rank = replica x {self.stages} + stage",
@@ -211,6 +227,7 @@ class Folding:
             f"schedule   {config.schedule}, encode {config.encode}: {sum(busy) / len(busy):.1%} busy "
             f"({', '.join(f'{b:.1%}' for b in busy)}), {free}",
             cut.table(rows),
+            f"balance    {self.balance()}",
         ]
         for stage, (wired, averaged) in enumerate(zip(sent, reduced, strict=True)):
             lines.append(
@@ -232,7 +249,6 @@ def plan_fold(
 
     `times`: measured ones (`timing.Times`) to balance by, instead of counted FLOPs.
     """
-    recompute = config.activations == "checkpoint"
     dtype = models.DTYPES[config.precision]
     costs, vae_costs = count_units(spec, config)
     _, texts = models.frozen_on_meta(spec)
@@ -242,46 +258,57 @@ def plan_fold(
         costs = cut.timed(costs, [times["unet", i] for i in range(len(costs))])
         vae_costs = cut.timed(vae_costs, [times["vae", i] for i in range(len(vae_costs))])
         text_costs = {name: times["text", i][0] for i, name in enumerate(texts)}
+    sizes = {name: float(weights(text) * dtype.itemsize) for name, text in texts.items()}
     per_parameter = 8.0 + 8.0 * (config.optimizer == "adamw") + 4.0 * bool(config.ema) + 2.0 * (dtype.itemsize == 2)
-    memory, found = None, None
-    rooms = ROOMS[config.schedule]
-    for room in rooms:
-        memory = Memory(
-            per_parameter, batch.micro_batch, batch.accum, room, GIB / 2 * (device.type == "cuda"), recompute
-        )
+    fixed, recompute = GIB / 2 * (device.type == "cuda"), config.activations == "checkpoint"
+    limit = usable_memory(device)
+    for room in ROOMS[config.schedule]:
+        memory = Memory(per_parameter, batch.micro_batch, batch.accum, room, fixed, recompute)
         try:
-            found = cut.fold(costs, stages, memory, usable_memory(device))
+            found = cut.fold(costs, stages, memory, limit)
+            encoders = place_encoders(costs, found, memory, vae_costs, text_costs, sizes, config)
+            # Again, now that it is known what the encoders take on each stage: memory, and of a step's time if online.
+            extra = encoders.cost if config.encode == "online" else None
+            found = cut.fold(costs, stages, memory, limit, extra=extra, taken=encoders.bytes)
             break
         except UsageError:
-            if room == rooms[-1]:
+            if room == ROOMS[config.schedule][-1]:
                 raise
-    rows = cut.plan(costs, found, memory)
-    sizes = {name: float(weights(text) * dtype.itemsize) for name, text in texts.items()}
-    places = cut.place_text_encoders(sizes, [row.memory for row in rows])
-    extra = [0.0] * stages
-    for name, stage in places.items():
-        extra[stage] += text_costs[name]
-    if config.encode == "online":  # what must balance is all the work of a stage, the UNet's included
-        chunks = [[*down, *up] for down, up in map(found.chunks, range(stages))]
-        load = [e + sum(costs[i].total for i in chunk) for e, chunk in zip(extra, chunks, strict=True)]
-        encoder = cut.encoder_cut(vae_costs, stages, load, slack=0.02)
-    else:
-        encoder = cut.encoder_cut(vae_costs, stages, extra)
-    encode = [sum(vae_costs[i].forward for i in units) + e for units, e in zip(encoder, extra, strict=True)]
-    frozen_bytes = [
-        float((4 if dtype == torch.float16 else dtype.itemsize) * sum(vae_costs[i].parameters for i in units))
-        for units in encoder
-    ]
-    for name, stage in places.items():
-        frozen_bytes[stage] += sizes[name]
     flat = unet_units(models.empty_unet(spec))
     shapes = [
         {n: p.shape for i in [*down, *up] for n, p in flat[i].parameters().items()}
         for down, up in map(found.chunks, range(stages))
     ]
-    return Folding(
-        config, batch, costs, found, memory, encoder, encode, {n: places[n] for n in texts}, frozen_bytes, shapes
-    )
+    return Folding(config, batch, costs, found, memory, encoders, shapes)
+
+
+def place_encoders(
+    costs: list[UnitCost], fold: Fold, memory: Memory, vae_costs: list[UnitCost],
+    text_costs: dict[str, float], text_bytes: dict[str, float], config: Config,
+) -> Encoders:  # fmt: skip
+    """Encoders go where there is time: beside all of a stage's work if they run online, else beside each other."""
+    rows, unet = cut.plan(costs, fold, memory), sum(c.total for c in costs)
+    load, slack = [0.0] * fold.stages, 0.1
+    if config.encode == "online":
+        load, slack = [row.cost_share * unet for row in rows], 0.02
+    used = [row.memory for row in rows]
+    vae, at = cut.place_encoders(vae_costs, [*text_costs.values()], [*text_bytes.values()], load, used, slack)
+    places = dict(zip(text_costs, at, strict=True))
+    item = 2 if config.precision == "bf16" else 4  # the VAE never runs in fp16
+
+    def needs(stage: int) -> float:
+        units = [vae_costs[i] for i in vae[stage]]
+        # A resnet's input, which is its residual, and what its norm and its convolution take and give.
+        at_work = memory.micro_batch * max((u.sample + 3 * u.output for u in units), default=0)
+        weights = item * sum(u.parameters for u in units) + sum(b for n, b in text_bytes.items() if places[n] == stage)
+        return weights + at_work
+
+    def takes(stage: int) -> float:
+        text = sum(cost for name, cost in text_costs.items() if places[name] == stage)
+        return text + sum(vae_costs[i].forward for i in vae[stage])
+
+    stages = range(fold.stages)
+    return Encoders(vae, places, [takes(stage) for stage in stages], [needs(stage) for stage in stages])
 
 
 def weights(module: nn.Module) -> int:

@@ -173,37 +173,6 @@ def _largest_block(unet: nn.Module, live: LiveBytes) -> list[int]:
     return largest
 
 
-@contextlib.contextmanager
-def _norms_as_on_cuda() -> Iterator[None]:
-    """Autocast computes norms in float32 on a GPU, and keeps what they take and give in float32; on a CPU it does not."""
-    group_norm, layer_norm = F.group_norm, F.layer_norm
-
-    def in_fp32(norm):
-        def call(x, *args, **kwargs):
-            args = [a.float() if isinstance(a, torch.Tensor) else a for a in args]
-            kwargs = {k: a.float() if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
-            with torch.autocast("cpu", enabled=False):
-                return norm(x.float(), *args, **kwargs)
-
-        return call
-
-    F.group_norm, F.layer_norm = in_fp32(group_norm), in_fp32(layer_norm)
-    try:
-        yield
-    finally:
-        F.group_norm, F.layer_norm = group_norm, layer_norm
-
-
-def _largest_block(unet: nn.Module, live: LiveBytes) -> list[int]:
-    """Filled by a forward pass: [bytes that the most expensive resnet or transformer block keeps for its backward pass]."""
-    largest, before = [0], []
-    for module in unet.modules():
-        if isinstance(module, ResnetBlock2D | BasicTransformerBlock):
-            module.register_forward_pre_hook(lambda *_: before.append(live.now))
-            module.register_forward_hook(lambda *_: largest.append(max(largest.pop(), live.now - before.pop())))
-    return largest
-
-
 def kept_bytes(parameters: int, config: Config) -> dict[str, int]:
     """What stays from step to step, in bytes; everything is float32. Of `parameters` that a rank holds."""
     kept = {

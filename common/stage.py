@@ -68,8 +68,8 @@ def place_frozen(frozen: Frozen, folding: Folding, stage: int, device: torch.dev
     """This stage's encoders go to the device. The outermost stage, which draws, keeps the rest on the host; the others
     forget it."""
     flat = vae_encoder_units(frozen.vae)
-    mine = [module for i in folding.vae[stage] for module in flat[i].modules.values()]
-    mine += [frozen.text_encoders[i] for i in folding.texts_of(stage)]
+    mine = [module for i in folding.encoders.vae[stage] for module in flat[i].modules.values()]
+    mine += [frozen.text_encoders[i] for i in folding.encoders.texts_of(stage)]
     held = {id(part) for module in mine for part in module.modules()}
     frozen.to(torch.device("cpu"), dtype)
     for module in mine:
@@ -93,8 +93,8 @@ class Stage:
         self.recompute = folding.config.activations == "checkpoint"
         self.units = units_of(unet_units(unet), folding, stage)
         flat = vae_encoder_units(frozen.vae)
-        self.vae_units = [flat[i] for i in folding.vae[stage]]
-        self.text_encoders = {i: frozen.text_encoders[i] for i in folding.texts_of(stage)}
+        self.vae_units = [flat[i] for i in folding.encoders.vae[stage]]
+        self.text_encoders = {i: frozen.text_encoders[i] for i in folding.encoders.texts_of(stage)}
         self.gradients = {
             chunk: torch.zeros(sum(p.numel() for u in units for p in u.parameters().values()), device=device)
             for chunk, units in self.units.items()

@@ -3,28 +3,33 @@
 Units are dealt to the ranks; each makes a unit with weights of no meaning, runs it on inputs of no meaning, and drops it.
 """
 
+import itertools
+import statistics
+
 import torch
 from torch import nn
 
 from common import models
 from common.config import Batch, Config
-from common.deferred import WeightQueue, defer
+from common.deferred import WeightQueue, defer, undo_defer
 from common.encode import read_text
 from common.folding import Templates
 from common.meters import moment, seconds
 from common.models import TOKENS, Frozen, ModelSpec
 from common.units import Carry, Unit, as_leaves, returning, unet_units, vae_encoder_units
 
-REPEATS = 5
-Times = dict[
-    tuple[str, int], tuple[float, float, float]
-]  # ("unet" | "vae" | "text", index) -> forward, backward, weights
+ROUNDS = 6  # the first chooses kernels, the median of the others counts: all ranks measure at once, as they will train
+Times = dict[tuple[str, int], tuple[float, float, float]]  # ("unet" | "vae" | "text", i) -> forward, backward, weights
 
 
 def time_units(
     spec: ModelSpec, config: Config, batch: Batch, frozen: Frozen, device: torch.device, rank: int, world_size: int
 ) -> Times:
-    """Seconds of this rank's share of all units and text encoders, for one micro-batch."""
+    """Seconds of this rank's share of all units and text encoders, for one micro-batch.
+
+    In rounds through all of them, so that what disturbs the machine for a moment spoils one round of some and not all
+    of one.
+    """
     templates = Templates(spec, config.precision, device)
     size, side = batch.micro_batch, config.resolution
     frozen.to(torch.device("cpu"), models.DTYPES[config.precision])
@@ -32,17 +37,19 @@ def time_units(
     latents, pictures = templates.unet(size, *[side // spec.vae_factor] * 2), templates.vae(size, side, side)
     jobs = [("unet", i) for i in range(len(unet))] + [("vae", i) for i in range(len(vae))]
     jobs += [("text", i) for i in range(len(frozen.text_encoders))]
-    times: Times = {}
-    for kind, i in jobs[rank::world_size]:
+    taken: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    for _, (kind, i) in itertools.product(range(ROUNDS), jobs[rank::world_size]):
         if kind == "unet":
-            times[kind, i] = _time_unit(unet[i], _filled(latents[i], device), config.precision, device)
+            time = _time_unit(unet[i], _filled(latents[i], device), config.precision, device)
         elif kind == "vae":
             carry = _filled(pictures[i], device)
-            times[kind, i] = _time_frozen(list(vae[i].modules.values()), lambda u=vae[i], c=carry: u(c), device)
+            time = _time_frozen(list(vae[i].modules.values()), lambda u=vae[i], c=carry: u(c), device)
         else:
             text, tokens = frozen.text_encoders[i], torch.zeros(size, TOKENS, dtype=torch.int64, device=device)
-            times[kind, i] = _time_frozen([text], lambda t=text, k=tokens: read_text(t, k, spec.is_xl), device)
-    return times
+            time = _time_frozen([text], lambda t=text, k=tokens: read_text(t, k, spec.is_xl), device)
+        taken.setdefault((kind, i), []).append(time)
+    middle = {unit: zip(*rounds[1:], strict=True) for unit, rounds in taken.items()}
+    return {unit: tuple(statistics.median(each) for each in parts) for unit, parts in middle.items()}
 
 
 def _filled(template: Carry, device: torch.device) -> Carry:
@@ -53,39 +60,36 @@ def _filled(template: Carry, device: torch.device) -> Carry:
 
 
 def _time_unit(unit: Unit, carry: Carry, precision: str, device: torch.device) -> tuple[float, float, float]:
-    """Forward, gradients of inputs, gradients of weights: the quickest of each."""
-    queue, best = WeightQueue(), [float("inf")] * 3
+    """Forward, gradients of inputs, gradients of weights."""
+    queue = WeightQueue()
     for module in unit.modules.values():
         module.to_empty(device=device)
         for p in module.parameters():
             nn.init.constant_(p, 0.01)
         defer(module, queue)
-    for _ in range(REPEATS):
-        leaves = as_leaves(carry) if carry.emb is not None else carry
-        start = moment(device)
-        with models.autocast(precision, device):
-            out = unit(leaves)
-        forward = moment(device)
-        roots = [t for t in returning(out, "down").values() if t.requires_grad]
-        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        backward = moment(device)
-        queue.flush()
-        passed = (seconds(start, forward), seconds(forward, backward), seconds(backward, moment(device)))
-        best = [min(pair) for pair in zip(best, passed, strict=True)]
+    leaves = as_leaves(carry) if carry.emb is not None else carry
+    start = moment(device)
+    with models.autocast(precision, device):
+        out = unit(leaves)
+    forward = moment(device)
+    roots = [t for t in returning(out, "down").values() if t.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    backward = moment(device)
+    queue.flush()
+    times = seconds(start, forward), seconds(forward, backward), seconds(backward, moment(device))
     for module in unit.modules.values():
+        undo_defer(module)
         module.to_empty(device="meta")
-    return tuple(best)
+    return times
 
 
 @torch.no_grad()
 def _time_frozen(modules: list[nn.Module], run, device: torch.device) -> tuple[float, float, float]:
-    best = float("inf")
     for module in modules:
         module.to(device)
-    for _ in range(REPEATS):
-        start = moment(device)
-        run()
-        best = min(best, seconds(start, moment(device)))
+    start = moment(device)
+    run()
+    end = moment(device)
     for module in modules:
         module.to("cpu")
-    return best, 0.0, 0.0
+    return seconds(start, end), 0.0, 0.0

@@ -18,7 +18,7 @@ from common.cut import (
     imbalance,
     mirror_pairs,
     most_stages,
-    place_text_encoders,
+    place_encoders,
     plan,
     schedule_costs,
     table,
@@ -126,8 +126,32 @@ def test_the_vae_encoder_is_cut_from_the_last_rank_to_the_first():
     assert sum(len(chunk) for chunk in encoder_cut(costs, 20)) == 16
 
 
-def test_text_encoders_go_where_there_is_room():
-    assert place_text_encoders({"small": 1, "large": 5}, [10, 20, 7, 8]) == {"large": 2, "small": 3}
+def test_text_encoders_go_where_there_is_time_and_then_where_there_is_room():
+    vae = [UnitCost("u", 1.0, 0, 0)] * 8
+
+    def places(text, load, used, slack=0.0):
+        return place_encoders(vae, [cost for cost, _ in text], [size for _, size in text], load, used, 0.0, slack)
+
+    units, at = places([(4.0, 1)], [0.0] * 3, [0, 0, 0])
+    assert [len(part) for part in units] == [4 * (stage != at[0]) for stage in range(3)]
+    assert places([(4.0, 1)], [9.0, 0.0, 9.0], [0, 5, 0])[1] == [1]  # there is time on one rank only
+    assert places([(0.0, 1), (0.0, 5)], [0.0] * 4, [10, 20, 7, 8])[1] == [3, 2]  # time everywhere: where it is emptiest
+    assert places([(1.0, 9)], [0.0, 0.1, 0.0], [5, 0, 5], slack=0.5)[1] == [1]  # a little time for much memory
+
+
+def test_encoders_count_when_a_stage_is_balanced_and_filled():
+    costs = counted("sdxl", 128)
+    whole, memory = sum(c.total for c in costs), Memory(16, micro_batch=2)
+    extra = [0.0, 0.1 * whole, 0.0, 0.05 * whole]
+    work = [row.cost_share * whole + e for row, e in zip(plan(costs, fold(costs, 4, extra=extra)), extra, strict=True)]
+    assert max(work) / (sum(work) / 4) < 1.03
+    free = fold(costs, 4, memory)
+    limit = max(row.memory for row in plan(costs, free, memory))
+    taken = [limit / 5, 0.0, 0.0, limit / 5]
+    tight = [row.memory + t for row, t in zip(plan(costs, fold(costs, 4, memory, limit, taken=taken), memory), taken)]
+    assert max(tight) <= limit
+    with pytest.raises(UsageError, match="no fold into 4 stages fits"):
+        fold(costs, 4, memory, limit, taken=[0.0, limit, 0.0, 0.0])
 
 
 def test_the_plan_is_printed():

@@ -10,7 +10,7 @@ import torch
 
 from common.config import Batch, Config
 from common.cut import Memory, count, fold
-from common.folding import Folding, Templates
+from common.folding import Encoders, Folding, Templates
 from common.loss import NoiseSchedule
 from common.models import SCHEDULER, build_frozen, spec_of
 from common.optim import LossScale
@@ -24,8 +24,8 @@ def stages_of(unet, name, kind, count, costs, recompute):
     """The real stages of `pipeline_train.py`, all in one process, around parts of one UNet."""
     spec = dataclasses.replace(spec_of(Config(preset=name)), unet=dict(unet.config))
     config = Config(schedule=kind, precision="fp32", activations="checkpoint" if recompute else "keep")
-    nothing = [range(0)] * count
-    folding = Folding(config, Batch(2, 4, 1), costs, fold(costs, count), Memory(), nothing, [0.0] * count, {}, [], [])
+    nothing = Encoders([range(0)] * count, {}, [0.0] * count, [0.0] * count)
+    folding = Folding(config, Batch(2, 4, 1), costs, fold(costs, count), Memory(), nothing, [])
     cpu, frozen = torch.device("cpu"), build_frozen(spec_of(Config()), 0)
     templates, noise, scale = Templates(spec, "fp32", cpu), NoiseSchedule(SCHEDULER, "epsilon"), LossScale(False, cpu)
     return [Stage(r, folding, unet, frozen, templates, noise, scale, cpu) for r in range(count)]
