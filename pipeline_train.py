@@ -514,9 +514,13 @@ class Run:
         return self.stage.stage == 0
 
     @property
-    def latents(self) -> tuple[int, int, int]:
-        """Micro-batch, height, width."""
-        return self.job.batch.micro_batch, *self.job.latent[1:]
+    def pictures(self) -> tuple[int, int, int]:
+        """Micro-batch, height, width of what is read next: every rank of the pipe must know it before it comes."""
+        return self.job.batch.micro_batch, self.job.config.resolution, self.job.config.resolution
+
+    def flight(self, feed: Feed, **more) -> Flight:
+        """Of these pictures through the UNet; steps may differ in size."""
+        return Flight(feed.latents(self.job.spec.vae_factor), feed, **more)
 
 
 def read(run: Run, batches: Iterator[dict], count: int) -> Feed:
@@ -524,13 +528,13 @@ def read(run: Run, batches: Iterator[dict], count: int) -> Feed:
 
     One rank reads, so that each picture is opened once; its bytes are few beside what the encoders make of them.
     """
-    size, side, device = run.job.batch.micro_batch, run.job.config.resolution, run.world.device
+    (size, *sides), device = run.pictures, run.world.device
     encoders = len(run.frozen.text_encoders)
     read = [next(batches) for _ in range(count)] if run.outermost else []
     if run.outermost:
         pixels, tokens = (torch.stack([b[k] for b in read]).to(device, non_blocking=True) for k in ("pixels", "tokens"))
     else:
-        pixels = torch.empty(count, size, 3, side, side, dtype=torch.uint8, device=device)
+        pixels = torch.empty(count, size, 3, *sides, dtype=torch.uint8, device=device)
         tokens = torch.empty(count, size, encoders, 77, dtype=torch.int64, device=device)
     if run.groups.pipe is not None:
         for tensor in (pixels, tokens):
@@ -584,7 +588,7 @@ def train_step(run: Run, batches: Iterator[dict]) -> dict | None:
     if config.encode == "online" and ledger.position.step + 1 < config.steps:
         run.feed = read(run, timed, batch.accum)
     run.stage.begin_step()
-    flight = Flight(run.latents, feed, run.feed, tally=tally)
+    flight = run.flight(feed, next_feed=run.feed, tally=tally)
     schedule = folding.step(encode=run.feed is not None)
     spans = play(run, schedule, flight)  # [2]
     if run.feed is not None or not run.spans or config.encode == "ahead":
@@ -613,14 +617,14 @@ def warm_up(run: Run, samples: data.Samples) -> None:
     blank = data.collate([samples[0, data.EMPTY]] * run.job.batch.micro_batch)
     feed = encode_now(run, iter([blank]), 1)
     run.stage.begin_step()
-    flight = Flight(run.latents, feed, tally=Tally(run.world.device, lambda *_: None, set()))
+    flight = run.flight(feed, tally=Tally(run.world.device, lambda *_: None, set()))
     play(run, run.folding.schedule_for(run.job.config.schedule, 1), flight)
 
 
 def encode_now(run: Run, batches: Iterator[dict], count: int) -> Feed:
     """Read and encode at once: the first step, --encode ahead, held-out pictures."""
     feed = read(run, batches, count)
-    run.encoding = play(run, run.folding.schedule_for("encode", count), Flight(run.latents, next_feed=feed))
+    run.encoding = play(run, run.folding.schedule_for("encode", count), Flight(next_feed=feed))
     return feed
 
 
@@ -631,7 +635,7 @@ def held_out_loss(run: Run, samples: data.Samples) -> float:
     batch = run.job.batch
     cards = data.dealt(samples, run.replica, batch.replicas, batch.micro_batch)
     feed = encode_now(run, (data.collate([samples[card] for card in hand]) for hand in cards), len(cards))
-    flight = Flight(run.latents, feed, held_out=[])
+    flight = run.flight(feed, held_out=[])
     play(run, run.folding.schedule_for("forward", len(cards)), flight)
     total, count = (torch.zeros((), dtype=torch.float64, device=run.world.device) for _ in range(2))
     for each, held in zip(flight.held_out, feed.batches, strict=True):

@@ -195,7 +195,10 @@ class Folding:
         unet, words = sum(c.total for c in self.costs), "the UNet's work"
         work = [row.cost_share * unet for row in rows]
         if self.config.encode == "online":
-            work, words = [w + e for w, e in zip(work, self.encoders.cost, strict=True)], "the UNet's and encoders' work"
+            work, words = (
+                [w + e for w, e in zip(work, self.encoders.cost, strict=True)],
+                "the UNet's and encoders' work",
+            )
         shares = ", ".join(f"{w / sum(work):.1%}" for w in work)
         return f"{shares} of {words}, slowest over mean {max(work) / sum(work) * self.stages:.3f}"
 

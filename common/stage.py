@@ -51,13 +51,18 @@ class Feed:
         _, size, _, height, width = self.pixels.shape
         return size, height, width
 
+    def latents(self, vae_factor: int) -> tuple[int, int, int]:
+        """The same of what the encoders make of them."""
+        size, height, width = self.pictures
+        return size, height // vae_factor, width // vae_factor
+
 
 @dataclass
 class Flight:
     """What the operations of one schedule work on."""
 
-    latents: tuple[int, int, int]  # micro-batch, height, width
-    feed: Feed | None = None  # what goes through the UNet
+    latents: tuple[int, int, int] | None = None  # micro-batch, height, width of what goes through the UNet
+    feed: Feed | None = None  # what that is
     next_feed: Feed | None = None  # what goes through the encoders
     tally: Tally | None = None  # of a training step; without one nothing is kept for a backward
     held_out: list[Tensor] | None = None  # to be filled with losses per sample, unweighted

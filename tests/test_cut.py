@@ -148,7 +148,8 @@ def test_encoders_count_when_a_stage_is_balanced_and_filled():
     free = fold(costs, 4, memory)
     limit = max(row.memory for row in plan(costs, free, memory))
     taken = [limit / 5, 0.0, 0.0, limit / 5]
-    tight = [row.memory + t for row, t in zip(plan(costs, fold(costs, 4, memory, limit, taken=taken), memory), taken)]
+    rows = plan(costs, fold(costs, 4, memory, limit, taken=taken), memory)
+    tight = [row.memory + t for row, t in zip(rows, taken, strict=True)]
     assert max(tight) <= limit
     with pytest.raises(UsageError, match="no fold into 4 stages fits"):
         fold(costs, 4, memory, limit, taken=[0.0, limit, 0.0, 0.0])

@@ -13,7 +13,7 @@ from common.config import Config, batch_of, parse
 from common.errors import UsageError
 from common.folding import Templates, plan_fold, stages_of
 from common.job import prepare
-from tests.launch import assert_goes_on, assert_near, assert_same_curve, ranks_of, rows, said, train, weights
+from tests.launch import assert_goes_on, assert_near, assert_same_curve, ranks_of, rows, said, train, trained, weights
 from tests.runs import PIPED
 
 NAMED = [(ranks, name) for ranks, runs in PIPED.items() for name, _ in runs]
@@ -47,6 +47,15 @@ def test_a_gradient_that_overflows_on_one_stage_makes_all_of_them_skip(alone, ma
     before = models.build_unet(models.spec_of(Config()), 0, torch.device("cpu")).state_dict()
     assert all(torch.equal(before[n], t) for n, t in weights(out).items())
     assert found[0]["loss"] == pytest.approx(rows(alone)[0]["loss"], rel=0.02)
+
+
+def test_steps_may_differ_in_the_size_of_their_pictures(tmp_path):
+    trained(2, tmp_path, script="tests/changing_shapes.py", cwd=tmp_path)
+    one, other = (torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in ("stages", "replicas"))
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[key] for r in one["rows"]], [r[key] for r in other["rows"]], rtol=1e-5)
+    for name, tensor in other["weights"].items():
+        torch.testing.assert_close(one["weights"][name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("ranks, at", [(2, 0), (2, 3), (3, 1), (4, 4)])
