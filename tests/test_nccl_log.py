@@ -887,12 +887,30 @@ def test_what_is_dull_elsewhere_ends_a_traceback():
 
 @pytest.mark.parametrize("path", sorted((HERE / "nccl").glob("*.log")), ids=lambda path: path.stem)
 def test_passing_over_dull_lines_changes_nothing(path, monkeypatch):
-    noise = [b"step %d: memory 3 GiB\n", b"[rank1]: error %d, again\n", b"OddError: %d\n", b"host      : h%d\n"]
+    noise = [b"step %d: memory 3 GiB\n", b"[rank1]: error %d, again\n", b"OddError: %d\n", b"host      : h%d\n",
+             b"[rank0]:[I1207 08:00:01 x.cpp:1] [PG ID 0 PG GUID 0(default_pg) Rank 0] finish %d\n", b"\r %d%%|## |"]  # fmt: skip
     lines = path.read_bytes().splitlines(keepends=True)
-    mixed = b"".join(noise[n % 4] % n + line for n, line in enumerate(lines))
+    mixed = b"".join(noise[n % len(noise)] % n + line for n, line in enumerate(lines))
     quick = diagnose(("a.log", mixed))
     monkeypatch.setattr(nccl_log, "shape_of", lambda raw: b"")
     assert quick == diagnose(("a.log", mixed))
+
+
+def test_of_a_progress_bar_the_last_state_counts():
+    text = "".join(f"\r train: {n % 101:3d}%|{'#' * (n % 7)}| {n}/900" for n in range(900))
+    log = nccl_log.Log()
+    nccl_log.read(log, io.BytesIO(text.encode()), "a.log")
+    assert [bar.raw for bar in log.bars.values()] == [" train:  91%|###| 899/900"]
+
+
+def test_a_link_over_the_network_is_read_again_for_another_communicator():
+    """The same line, word for word, may then join two other ranks."""
+    line = "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0\n"
+    log = nccl_log.Log()
+    for name in ("0xa", "0xb"):
+        start = f"h:1:2 [0] NCCL INFO ncclCommInitRank comm {name} rank 0 nranks 2 cudaDev 0 busId 1000 commId {name} - Init START\n"
+        nccl_log.read(log, io.BytesIO((start + line * 3).encode()), "a.log")
+    assert [key[1] for key in log.links] == [("id", "0xa", 2), ("id", "0xb", 2)]
 
 
 def test_twenty_megabytes_take_seconds():

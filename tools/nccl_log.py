@@ -45,6 +45,7 @@ BLOCK = 1 << 19  # bytes read at once
 LINE = 1 << 16  # bytes looked at in one line
 DUMP = 1 << 26  # bytes of the largest flight-recorder dump
 EVIDENCE = 6  # lines kept per finding
+DULL = "dull"  # a line that is known, and says nothing whatever its numbers are
 FORCED = 150  # lines after "Traceback" that are read even if nothing in them looks interesting
 
 # ── what can be found ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -457,7 +458,8 @@ class Log:
     recognised: bool = False
     watch: int = 0  # so many of the next lines are read whatever they hold
     heads: Table = field(default_factory=Table)  # text before " NCCL " -> what it says
-    repeated: Table = field(default_factory=Table)
+    announced: int = 0  # so many times a communicator has said something about itself
+    repeated: Table = field(default_factory=Table)  # line -> `announced` when it was read, or None if that is no matter
     dull: set = field(default_factory=set)  # lines that say nothing, with every digit a zero
     seen: Table = field(default_factory=Table)  # a rule's code, an event, a version, a setting -> list of Seen
     count: Counter = field(default_factory=Counter)  # the same keys -> lines, kept or not
@@ -538,35 +540,40 @@ def read(log, stream, name):
 def read_block(log, block, name, number, cut):
     """Most lines hold none of the keys, and most keys are in no line of a block: look for them in that order."""
     keys = [key for key in KEYS if key in block]
-    redraws, last = b"\r" in block, block.count(b"\n") + number
+    redraws, last, bar = b"\r" in block, block.count(b"\n") + number, None
     for n, whole in enumerate(block.split(b"\n") if keys or log.watch else (), number):
         for raw in whole.split(b"\r") if redraws else (whole,):
-            shape = b""
-            if log.watch:
-                log.watch -= 1
-            elif (at := raw.find(b" NCCL INFO ")) >= 0 and raw.find(b"NCCL ", at + 11) < 0:
-                # Of no interest, or read before: every communicator prints the same lines again. Links over the network
-                # are read each time, since the same text may mean another peer.
+            shape, watched = b"", log.watch > 0
+            log.watch -= watched
+            if (at := raw.find(b" NCCL INFO ")) >= 0 and raw.find(b"NCCL ", at + 11) < 0:
+                # Of no interest, or read before: every communicator prints the same lines again. A link over the network
+                # may mean another peer then, so it counts as read only until a communicator says more about itself.
                 stamp = STAMP.match(raw)
                 once = raw[stamp.end() :] if stamp else raw
-                if once in log.repeated or not raw.startswith(TOLD, at + 11):
+                state = log.announced if b" via NET/" in raw else None
+                if log.repeated.get(once, -1) == state or not raw.startswith(TOLD, at + 11):
                     log.recognised = True
                     continue
-                if len(raw) < 300 and b" via NET/" not in raw:
-                    log.repeated[once] = None
-            else:
+                if len(raw) < 300:
+                    log.repeated[once] = state
+            elif not watched:
                 for key in keys:
                     if key in raw:
                         break
                 else:
                     continue
                 if (shape := shape_of(raw)) in log.dull and not log.in_the_middle():
+                    bar = (raw, n) if b"%|" in raw else bar
                     continue
+            if bar and b"%|" in raw:
+                bar = None
             told = feed(log, raw[:LINE].decode("utf-8", "replace"), name, n, cut and n == last)
             if shape and not told and not log.in_the_middle() and len(raw) < 300:
                 if len(log.dull) >= LIMIT:
                     log.dull.clear()
                 log.dull.add(shape)
+    if bar:  # of one that is redrawn, the last state counts
+        feed(log, bar[0][:LINE].decode("utf-8", "replace"), name, bar[1], cut and bar[1] == last)
 
 
 def shape_of(raw):
@@ -657,6 +664,7 @@ def communicator(log, owner, thread, message, match, seen):
     """Init START, nRanks and Init COMPLETE: who is which rank of which communicator."""
     pointer, rank, size, cuda, nvml, bus = match.groups()
     rank, size, nodes, process = int(rank), int(size), NODES.search(message), seen.who.process
+    log.announced += 1
     if rank >= size or size > RANKS or not (nodes or "Init " in message):
         return
     key = group_key(log, owner, message, pointer, rank, size, process)
@@ -735,6 +743,7 @@ def torch_line(log, text, seen):
         pass
     elif "%|" in text:
         log.bars[tag] = seen
+        return bool(tag)
     elif stream in log.last_error and warning(log, rest, seen):
         del log.last_error[stream]
     elif "Last error:" in text:  # PyTorch repeats NCCL's warning in one of the next two lines
@@ -742,8 +751,9 @@ def torch_line(log, text, seen):
     elif text.startswith(("This is usually caused by", "Disable NVLS")):  # NCCL's only warning of three lines
         if log.of("nvls-fabric") and log.of("nvls-fabric")[-1].line == seen.line - 1:
             log.see("nvls-fabric", seen, who=Who(tag=f"line {seen.line}"))
-    elif absent_line(log, text, seen) or watchdog_line(log, text, seen) or exit_line(log, text, stream, seen):
+    elif told := absent_line(log, text, seen) or watchdog_line(log, text, seen) or exit_line(log, text, stream, seen):
         log.recognised = True
+        return told is not DULL
     elif rank is not None and LAST_LINE.match(rest):  # PyTorch's hook writes `[rank1]:`; the beginning is cut off
         log.traces[stream] = ["", ""]
         traceback_line(log, stream, rest, seen)
@@ -844,8 +854,7 @@ def watchdog_line(log, text, seen):
             if stuck.seen.who.rank == rank and not stuck.group:
                 stuck.group = group
         log.see("watchdog", seen, who=Who(rank=rank))
-    count_consequence(log, text)
-    return True
+    return count_consequence(log, text) or bool(status) or DULL
 
 
 def product(sizes):
