@@ -556,7 +556,7 @@ def read_block(log, block, name, number, cut):
                     continue
                 if len(raw) < 300:
                     log.repeated[once] = state
-            elif not watched:
+            elif not watched or not log.in_the_middle():
                 for key in keys:
                     if key in raw:
                         break
@@ -733,7 +733,7 @@ def split_tag(text):
 def torch_line(log, text, seen):
     """False if nothing is in it. True also for a rank in a tag that `shape_of` does not keep."""
     tag, rank, rest = split_tag(text)
-    seen, stream = seen._replace(who=Who(rank=rank, tag=tag)), (seen.file, tag)
+    seen, stream = Seen(*seen[:3], Who(rank=rank, tag=tag)), (seen.file, tag)
     if rank is not None:
         log.ranks[rank] = None
     if "Traceback (most recent call last):" in rest:
@@ -806,6 +806,8 @@ def traceback_line(log, stream, rest, seen):
             trace[1] = function
         elif not any(part in path for part in ("site-packages", "/lib/python", "/torch/")):
             trace[0] = f" ({os.path.basename(path)}:{number})"
+        return True
+    if rest.startswith("    "):  # the source of a frame, and the ^^^^ below it
         return True
     match = None if rest.startswith("  ") else RAISED.match(rest)
     if not match or match[1] == "Original":
